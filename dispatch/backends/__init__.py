@@ -1,0 +1,1 @@
+"""Devices that capture graphs: `npu` drives a `torch.npu` namespace, `emulated` is one on CPU tensors."""

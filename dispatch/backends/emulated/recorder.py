@@ -1,0 +1,239 @@
+"""
+Records the operators of a captured region without letting them be seen.
+
+Theory of operation
+-------------------
+A device captures by noting kernels instead of launching them. Here a dispatch mode sees every operator:
+
+* one that writes to memory it was given is noted and not run, so no tensor outside changes (the KV cache
+  included);
+* one that makes a fresh result is run, because only running tells the result's shape and layout, and is noted
+  together with the tensor it produced: at replay it writes there, through its out variant or a copy;
+* views and allocations are done once, at capture; a replay works on the same memory;
+* what needs a value on the host is refused, as on a device.
+
+So the fresh results hold something during capture, but nothing that may be relied upon: they were computed from
+memory that earlier, unrun operators should have written. They are overwritten with NaN when the capture ends.
+Integers are zero from the start, so that an index made of them stays within bounds.
+
+All tensors are noted as aliases. The tensor objects handed to the captured function are thus dropped when it
+drops them, and that tells which memory later graphs of the same memory pool may reuse (see `graphs`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from .operator import Operator, operator
+
+
+_INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+
+
+class Task:
+    """
+    One noted operation; its arguments can be replaced by a task update.
+    """
+
+    __slots__ = ("outputs", "overload", "run")
+
+    def __init__(self, overload: OpOverload, outputs: tuple[torch.Tensor, ...]) -> None:
+        self.overload = overload
+        self.outputs = outputs
+        self.run: Callable[[], Any]
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """
+        Set the arguments; tensors among them by reference, all else by value.
+        """
+        # `_op` is the operator without its Python front: a third less time per call.
+        if not self.outputs:
+            self.run = functools.partial(self.overload._op, *args, **kwargs)
+            return
+        variant = operator(self.overload).out
+        if variant is None:
+            self.run = functools.partial(_run_and_copy, self.overload, args, kwargs, self.outputs)
+            return
+        overload, names = variant
+        accepted = {argument.name for argument in overload._schema.arguments}
+        kwargs = {name: value for name, value in kwargs.items() if name in accepted}
+        outputs = dict(zip(names, self.outputs, strict=True))
+        self.run = functools.partial(overload._op, *args, **kwargs, **outputs)
+
+
+class Recorder(TorchDispatchMode):
+    """
+    Notes operators as tasks, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks: list[Task] = []
+        self.fresh: list[torch.Tensor] = []
+        """Results and allocations made during capture."""
+        self.group_start: int | None = None
+        """Index of the first task of the open task group."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        op = operator(func)
+        if op.body is not None:
+            with self:
+                return op.body(*args, **kwargs)
+        if op.decomposes:
+            with self:
+                return func.decompose(*args, **kwargs)
+        if op.needs_host or _selects_by_mask(op, args):
+            raise RuntimeError(
+                f"operation not permitted when stream is capturing: {func} needs a value on the host"
+            )
+        if op.mutates:
+            return self.note_write(op, args, kwargs)
+
+        result = func(*args, **kwargs)
+        tensors = _tensors(result)
+        if op.allocates:
+            for tensor in tensors:
+                _make_harmless(tensor)
+            self.fresh += alias(tensors)
+            return result
+        if any(a.alias_info is not None for a in func._schema.returns) or (
+            op.is_aten and _shares_storage(tensors, (args, kwargs))
+        ):
+            return result
+        task = Task(func, alias(tensors))
+        task.bind(*alias((args, kwargs)))
+        self.tasks.append(task)
+        self.fresh += task.outputs
+        return result
+
+    def note_write(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """
+        Note an operator that is not run, and return the arguments it would have written.
+        """
+        task = Task(op.overload, ())
+        task.bind(*alias((args, kwargs)))
+        self.tasks.append(task)
+        return written(op, args, kwargs)
+
+
+class UpdateRecorder(TorchDispatchMode):
+    """
+    Notes the operators that replace those of a task group; nothing is run.
+    """
+
+    def __init__(self, tasks: tuple[Task, ...]) -> None:
+        super().__init__()
+        self.tasks = tasks
+        self.calls: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        op = operator(func)
+        if op.decomposes:
+            with self:
+                return func.decompose(*args, **kwargs)
+        if op.mutates:
+            self.calls.append((func, args, kwargs))
+            return written(op, args, kwargs)
+        if op.allocates or any(a.alias_info is not None for a in func._schema.returns):
+            return func(*args, **kwargs)
+        self.calls.append((func, args, kwargs))
+        index = len(self.calls) - 1
+        outputs = self.tasks[index].outputs if index < len(self.tasks) else ()
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def apply(self) -> None:
+        """
+        Give the tasks their new arguments.
+
+        Raises:
+            RuntimeError: The operators differ from those captured, in number or in kind.
+        """
+        captured = [task.overload for task in self.tasks]
+        called = [func for func, _, _ in self.calls]
+        if captured != called:
+            raise RuntimeError(
+                f"a task update must issue the operators of its task group, {captured}; got {called}"
+            )
+        for task, (_, args, kwargs) in zip(self.tasks, self.calls, strict=True):
+            task.bind(args, kwargs)
+
+
+def alias(values: Any) -> Any:
+    """
+    Replace every tensor by another object on the same memory.
+    """
+    return tree_map_only(torch.Tensor, torch.ops.aten.alias.default, values)
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """
+    Overwrite *tensor* with what nobody can mistake for a result.
+    """
+    if tensor.is_floating_point():
+        with torch.inference_mode():
+            tensor.fill_(float("nan"))
+
+
+def written(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """
+    The results of a writing operator: the arguments that it writes.
+
+    Raises:
+        RuntimeError: It returns fresh tensors besides; those do not exist before it has run.
+    """
+    if None in op.written:
+        raise RuntimeError(f"{op.overload} cannot be captured: it writes to an argument and returns a fresh tensor")
+    names = [argument.name for argument in op.overload._schema.arguments]
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    results = tuple(bound[name] for name in op.written if name is not None)
+    return results[0] if len(results) == 1 else results or None
+
+
+def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
+    if isinstance(result, torch.Tensor):
+        return (result,)
+    return tuple(tensor for item in result for tensor in _tensors(item)) if isinstance(result, tuple | list) else ()
+
+
+def _make_harmless(tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point():
+        poison(tensor)
+    else:
+        with torch.inference_mode():
+            tensor.zero_()
+
+
+def _selects_by_mask(op: Operator, args: tuple[Any, ...]) -> bool:
+    """
+    Whether an index is a mask: the size of the result then depends on values.
+    """
+    if op.overload._schema.name not in _INDEXING:
+        return False
+    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
+def _shares_storage(results: tuple[torch.Tensor, ...], arguments: Any) -> bool:
+    """
+    Whether a result lies in an argument's memory; `_unsafe_view` does without saying so.
+    """
+    pointers: set[int] = set()
+    tree_map_only(torch.Tensor, lambda t: pointers.add(t.untyped_storage().data_ptr()), arguments)
+    return any(t.numel() > 0 and t.untyped_storage().data_ptr() in pointers for t in results)
+
+
+def _run_and_copy(
+    overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]
+) -> None:
+    for output, result in zip(outputs, _tensors(overload(*args, **kwargs)), strict=True):
+        output.copy_(result)

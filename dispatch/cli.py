@@ -1,0 +1,10 @@
+"""The command line."""
+
+import sys
+from collections.abc import Callable
+
+import click
+
+
+def main():
+    pass

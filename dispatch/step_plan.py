@@ -1,0 +1,119 @@
+"""The answer to one step: which part of the batch meets which graph, and why."""
+
+import enum
+
+import attrs
+from attrs import validators
+
+
+class RuntimeMode(enum.Enum):
+    """
+    How a part runs; the values are vLLM's, and the smaller one wins when ranks must agree.
+    """
+
+    NONE = 0
+    """Eager: no graph."""
+    PIECEWISE = 1
+    """A graph for every piece between attention layers; attention itself runs eagerly."""
+    FULL = 2
+    """One graph for the whole forward pass."""
+
+
+class Reason(enum.Enum):
+    """
+    Why a part got its mode.
+
+    `EXACT` and `PADDED` say that the policy's best mode was used. All others name the last obstacle that was
+    met on the way from the best mode to the one used.
+    """
+
+    EXACT = "exact"
+    """The graph has exactly the part's size."""
+    PADDED = "padded"
+    """The next larger captured size is used."""
+    OVER_MAX = "over_max"
+    """The part has more tokens than the largest size captured in the wanted mode."""
+    NOT_CAPTURED = "not_captured"
+    """No graph was captured in the wanted mode, or none for this number of LoRA adapters."""
+    RAGGED = "ragged"
+    """The decodes differ in their number of tokens."""
+    MIXED = "mixed"
+    """Decodes and prefills together."""
+    PREFILL = "prefill"
+    """No request decodes."""
+    BACKEND_LIMIT = "backend_limit"
+    """The caller does not allow the wanted mode in this step."""
+    DISABLED = "disabled"
+    """The policy uses no graphs."""
+
+
+@attrs.frozen(cache_hash=True)
+class BatchDescriptor:
+    """
+    The whole key of a graph: two batches meet the same graph exactly when their descriptors are equal.
+
+    Args:
+        mode: The runtime mode.
+        num_tokens: Tokens after padding.
+        num_reqs: Requests after padding; None where any number fits (PIECEWISE, eager).
+        query_len: Tokens of every request; None where they may differ.
+        num_active_loras: LoRA adapters the graph was captured for.
+        role: Which model: "target", or the drafter's name.
+    """
+
+    mode: RuntimeMode
+    num_tokens: int = attrs.field(validator=[validators.instance_of(int), validators.ge(1)])
+    num_reqs: int | None = None
+    query_len: int | None = None
+    num_active_loras: int = 0
+    role: str = "target"
+
+
+@attrs.frozen
+class Part:
+    """
+    A contiguous share of the batch that runs in one forward pass.
+
+    Args:
+        mode: How it runs.
+        descriptor: The graph it meets; for an eager part, its own size.
+        requests: Half-open range of its requests.
+        tokens: Half-open range of its tokens, before padding.
+        reason: Why this mode.
+    """
+
+    mode: RuntimeMode
+    descriptor: BatchDescriptor
+    requests: tuple[int, int]
+    tokens: tuple[int, int]
+    reason: Reason
+
+    @property
+    def num_tokens(self) -> int:
+        """
+        Tokens before padding.
+        """
+        return self.tokens[1] - self.tokens[0]
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """
+        Tokens after padding.
+        """
+        return self.descriptor.num_tokens
+
+    @property
+    def num_paddings(self) -> int:
+        """
+        Tokens that are computed and dropped.
+        """
+        return self.num_padded_tokens - self.num_tokens
+
+
+@attrs.frozen
+class StepPlan:
+    """
+    What to run this step: no part for an empty batch, else one or more that cover it in order.
+    """
+
+    parts: tuple[Part, ...]

@@ -1,0 +1,62 @@
+"""What the integrations refuse, in one table: better at start-up than wrong tokens later."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import attrs
+
+from aclgraph_dispatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@attrs.frozen
+class Unsupported:
+    """
+    A feature that graphs are not dispatched for.
+    """
+
+    name: str
+    is_used: Callable[["VllmConfig"], bool]
+    remedy: str
+
+
+_OFF = "or set enforce_eager, which turns the dispatcher off"
+
+UNSUPPORTED = (
+    Unsupported("speculative decoding", lambda c: c.speculative_config is not None, f"drop it, {_OFF}"),
+    Unsupported("LoRA", lambda c: c.lora_config is not None, f"drop it, {_OFF}"),
+    Unsupported(
+        "tensor parallelism", lambda c: c.parallel_config.tensor_parallel_size > 1, f"use size 1, {_OFF}"
+    ),
+    Unsupported(
+        "pipeline parallelism", lambda c: c.parallel_config.pipeline_parallel_size > 1, f"use size 1, {_OFF}"
+    ),
+    Unsupported("data parallelism", lambda c: c.parallel_config.data_parallel_size > 1, f"use size 1, {_OFF}"),
+    Unsupported(
+        "encoder-decoder models",
+        lambda c: c.model_config is not None and c.model_config.is_encoder_decoder,
+        "set enforce_eager",
+    ),
+    Unsupported(
+        "pooling models",
+        lambda c: c.model_config is not None and c.model_config.runner_type == "pooling",
+        "set enforce_eager",
+    ),
+    Unsupported(
+        "Model Runner V2", lambda c: c.use_v2_model_runner, "set VLLM_USE_V2_MODEL_RUNNER=0 for runner V1"
+    ),
+)
+
+
+def refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    """
+    Raise for all unsupported features in use.
+
+    Raises:
+        ConfigError: There are some; the message names each with its remedy.
+    """
+    found = [f"{u.name} is not supported: {u.remedy}" for u in UNSUPPORTED if u.is_used(vllm_config)]
+    if found:
+        raise ConfigError("aclgraph-dispatch: " + "; ".join(found))

@@ -1,0 +1,197 @@
+"""A decode is a state, not a shape."""
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aclgraph_dispatch import Batch, BatchKind, ScheduledRequest
+from aclgraph_dispatch.batch import Classifier
+
+from .strategies import MAX_NUM_SEQS, decodes, prefills, query_lens, scheduled_requests
+
+EMPTY, UNIFORM, RAGGED, MIXED, PREFILL = BatchKind
+
+
+def columns(requests, *names):
+    """
+    The fields *names* of *requests* as arrays that nobody may write to.
+    """
+    arrays = [np.array([getattr(r, name) for r in requests], dtype=np.int32) for name in names]
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays
+
+
+def decode(num_drafts=0, **changes):
+    """
+    A request that decodes, 3 tokens behind its prompt.
+    """
+    return ScheduledRequest(1 + num_drafts, 102, 103, num_drafts, num_prompt=100, **changes)
+
+
+@pytest.mark.parametrize(
+    # Scheduled, computed and known tokens, drafts among the scheduled ones, length of the prompt if given.
+    ("query_len", "numbers", "kind"),
+    [
+        # The last token of 120 and 3 drafts: a decode, whether or not the prompt's length is given.
+        (4, (4, 119, 120, 3, 100), UNIFORM),
+        (4, (4, 119, 120, 3, None), UNIFORM),
+        # The first decode after a prompt, of one token or many.
+        (1, (1, 1, 2, 0, 1), UNIFORM),
+        (1, (1, 64, 65, 0, 64), UNIFORM),
+        # A new prompt of 4 tokens; the last 4 of 68 after a chunk of 64, of 132 after 128 cached ones.
+        (4, (4, 0, 4, 0, 4), PREFILL),
+        (4, (4, 64, 68, 0, 68), PREFILL),
+        (4, (4, 128, 132, 0, 132), PREFILL),
+        (4, (4, 0, 4, 0, None), PREFILL),
+        (4, (4, 64, 68, 0, None), PREFILL),
+        (4, (4, 128, 132, 0, None), PREFILL),
+        # A prompt of one token has no state yet: one computed token is the least a decode has.
+        (1, (1, 0, 1, 0, 1), PREFILL),
+        (1, (1, 0, 1, 0, None), PREFILL),
+        # The last token of a prompt of 65. Only its length tells it from a decode: give it, and it is none.
+        (1, (1, 64, 65, 0, 65), PREFILL),
+        (1, (1, 64, 65, 0, None), UNIFORM),
+        # Resumed after a preemption, 4 of 120 tokens left: recomputation, although the prompt is done.
+        (4, (4, 116, 120, 0, 100), PREFILL),
+        (4, (4, 116, 120, 0, None), PREFILL),
+        # The same with one token left decodes, but is shorter than its neighbours will be.
+        (4, (1, 119, 120, 0, 100), RAGGED),
+        # A recomputation in chunks of one token, more to come.
+        (1, (1, 116, 120, 0, 100), PREFILL),
+        # As long as two decodes, or with more drafts than the graphs have.
+        (2, (1, 102, 103, 0, 100), RAGGED),
+        (2, (3, 102, 103, 2, 100), RAGGED),
+    ],
+)
+def test_decode_by_state(query_len, numbers, kind):
+    """
+    A request decodes if all but its newest token are computed and the prompt is done, whatever its length.
+    """
+    batch = Batch.of([ScheduledRequest(*numbers)], query_len=query_len)
+
+    assert Batch(kind, 1, numbers[0], int(kind is not PREFILL), query_len) == batch
+
+
+TAIL = ScheduledRequest(1, 99, 100, num_prompt=100)
+CHUNK = ScheduledRequest(64, 0, 100, num_prompt=100)
+
+
+@pytest.mark.parametrize(
+    ("query_len", "requests", "expected"),
+    [
+        (1, [], Batch(EMPTY, 0, 0, 0, 1)),
+        (4, [], Batch(EMPTY, 0, 0, 0, 4)),
+        (1, [decode()] * 8, Batch(UNIFORM, 8, 8, 8, 1)),
+        (4, [decode(3)] * 8, Batch(UNIFORM, 8, 32, 8, 4)),
+        # One arrival whose last prompt chunk is one token: 8 tokens, 8 requests, and yet not uniform.
+        (1, [*[decode()] * 7, TAIL], Batch(MIXED, 8, 8, 7, 1)),
+        (1, [TAIL, decode()], Batch(MIXED, 2, 2, 1, 1)),
+        (1, [CHUNK, decode()], Batch(MIXED, 2, 65, 1, 1)),
+        (1, [TAIL, CHUNK], Batch(PREFILL, 2, 65, 0, 1)),
+        # One transferred request without drafts among seven that verify.
+        (4, [*[decode(3)] * 7, decode()], Batch(RAGGED, 8, 29, 8, 4)),
+        # Right on average is not uniform.
+        (2, [decode(), decode(2)], Batch(RAGGED, 2, 4, 2, 2)),
+        (2, [decode(), decode()], Batch(RAGGED, 2, 2, 2, 2)),
+    ],
+)
+def test_kinds(query_len, requests, expected):
+    """
+    One request that does not decode, or has another length, makes a batch not uniform.
+    """
+    assert expected == Batch.of(requests, query_len=query_len)
+
+
+@pytest.mark.parametrize(
+    ("lora_ids", "num_active_loras"), [((), 0), ((0, 0), 0), ((0, 7), 1), ((7, 7), 1), ((3, 0, 7), 2)]
+)
+def test_active_loras(lora_ids, num_active_loras):
+    """
+    Adapters are counted once each, and 0 is none.
+    """
+    requests = [decode(lora_id=lora_id) for lora_id in lora_ids]
+
+    assert num_active_loras == Batch.of(requests).num_active_loras
+
+
+@given(st.lists(st.tuples(st.booleans(), decodes(), prefills()), max_size=MAX_NUM_SEQS))
+def test_counts_decodes(draws):
+    """
+    In whatever order they come, exactly the decodes are counted.
+    """
+    requests = [one if is_decode else other for is_decode, one, other in draws]
+
+    batch = Batch.of(requests)
+
+    num_tokens = sum(r.num_scheduled for r in requests)
+    num_decodes = sum(is_decode for is_decode, _, _ in draws)
+    assert (len(requests), num_tokens, num_decodes) == (batch.num_reqs, batch.num_tokens, batch.num_decodes)
+
+
+@given(prefills() | decodes())
+def test_unknown_prompt_hides_no_decode(request):
+    """
+    Without the prompt's length only its very last token may pass for a decode.
+    """
+    blind = Batch.of([attrs.evolve(request, num_prompt=None)], query_len=request.num_scheduled)
+
+    is_last_of_prompt = request.num_known == request.num_prompt == request.num_computed + 1 > 1
+    is_decode = Batch.of([request], query_len=request.num_scheduled).kind is UNIFORM
+    assert (UNIFORM if is_decode or is_last_of_prompt else PREFILL) is blind.kind
+
+
+@given(query_lens.flatmap(lambda q: st.tuples(st.just(q), st.lists(scheduled_requests(query_len=q)))))
+def test_one_answer(query_len_and_steps):
+    """
+    Requests, arrays, and a classifier used for step after step give the same batches.
+    """
+    query_len, steps = query_len_and_steps
+    classifier = Classifier(max_num_seqs=MAX_NUM_SEQS, query_len=query_len)
+
+    for requests in steps:
+        arrays = columns(requests, "num_scheduled", "num_computed", "num_known", "num_drafts", "num_prompt")
+        *arrays, num_prompt = arrays
+        loras = len({r.lora_id for r in requests if r.lora_id})
+        expected = Batch.of(requests, query_len=query_len)
+
+        assert expected == Batch.from_arrays(
+            *arrays, num_prompt=num_prompt, query_len=query_len, num_active_loras=loras
+        )
+        assert expected == classifier.classify(*arrays, num_prompt, num_active_loras=loras)
+
+
+@given(scheduled_requests())
+def test_left_out_arrays(requests):
+    """
+    Left out, drafts are none, and prompts are done once a token is computed.
+    """
+    arrays = columns(requests, "num_scheduled", "num_computed", "num_known")
+    blind = [attrs.evolve(r, num_prompt=None, lora_id=0) for r in requests]
+
+    assert Batch.of(blind) == Batch.from_arrays(*arrays)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 1, 2), r"'num_scheduled' must be >= 1: 0"),
+        ((1, -1, 2), r"'num_computed' must be >= 0: -1"),
+        ((1, 0, 0), r"'num_known' must be >= 1: 0"),
+        ((1, 0, 1, -1), r"'num_drafts' must be >= 0: -1"),
+        ((1, 0, 1, 0, 0), r"'num_prompt' must be >= 1: 0"),
+        ((1, 0, 1, 0, 1, -1), r"'lora_id' must be >= 0: -1"),
+        ((2, 9, 10), r"must be <= 'num_known': 9 \+ 2 - 0 > 10"),
+        ((3, 9, 10, 1), r"must be <= 'num_known': 9 \+ 3 - 1 > 10"),
+        ((2, 7, 10, 2), r"'num_drafts' must be < 'num_scheduled': 2 >= 2"),
+        ((1, 9, 10, 0, 11), r"'num_prompt' must be <= 'num_known': 11 > 10"),
+    ],
+)
+def test_impossible_requests(arguments, message):
+    """
+    Numbers that contradict each other make no request.
+    """
+    with pytest.raises(ValueError, match=message):
+        ScheduledRequest(*arguments)

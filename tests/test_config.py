@@ -1,0 +1,159 @@
+"""The configuration a user writes."""
+
+import re
+
+import pytest
+
+from aclgraph_dispatch import DispatchConfig
+from aclgraph_dispatch.errors import ConfigError, DispatchError
+
+PATH = "additional_config.aclgraph_dispatch"
+
+
+def load(value):
+    """
+    The configuration a user wrote as *value*.
+    """
+    return DispatchConfig.load({"aclgraph_dispatch": value})
+
+
+@pytest.mark.parametrize(
+    "additional_config", [None, {}, {"ascend_scheduler_config": {}}, {"aclgraph_dispatch": {}}]
+)
+def test_defaults(additional_config):
+    """
+    Who asks for nothing, or for nothing of ours, leaves every choice to us.
+    """
+    config = DispatchConfig(policy=None, full_sizes=None, piecewise_sizes=None, threshold=None)
+
+    assert config == DispatchConfig.load(additional_config)
+
+
+def test_all_keys():
+    """
+    What the user asks for is what we get, with lists made unchangeable.
+    """
+    config = load({"policy": "eager", "full_sizes": [1, 2], "piecewise_sizes": [4, 8], "threshold": 8})
+
+    assert DispatchConfig(policy="eager", full_sizes=(1, 2), piecewise_sizes=(4, 8), threshold=8) == config
+    assert hash(config) == hash(
+        load({"policy": "eager", "full_sizes": (1, 2), "piecewise_sizes": [4, 8], "threshold": 8})
+    )
+
+
+def test_null_is_left_out():
+    """
+    JSON's null asks for nothing.
+    """
+    assert DispatchConfig() == load(dict.fromkeys(("policy", "full_sizes", "piecewise_sizes", "threshold")))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"threshold": "12"}, f"expected int, got '12' @ {PATH}.threshold"),
+        ({"threshold": True}, f"expected int, got True @ {PATH}.threshold"),
+        ({"threshold": 1.0}, f"expected int, got 1.0 @ {PATH}.threshold"),
+        ({"threshold": "false"}, f"expected int, got 'false' @ {PATH}.threshold"),
+        ({"threshold": [8]}, f"expected int, got [8] @ {PATH}.threshold"),
+        ({"threshold": 0}, f"'threshold' must be >= 1: 0 @ {PATH}.threshold"),
+        ({"policy": 1}, f"expected str, got 1 @ {PATH}.policy"),
+        ({"policy": {"name": "eager"}}, f"expected str, got {{'name': 'eager'}} @ {PATH}.policy"),
+        (
+            {"policy": "fastest"},
+            "'policy' must be one of eager, piecewise, full_decode_only, full_and_piecewise: 'fastest' "
+            f"@ {PATH}.policy",
+        ),
+        ({"full_sizes": 8}, f"expected a list of integers, got 8 @ {PATH}.full_sizes"),
+        ({"full_sizes": "12"}, f"expected a list of integers, got '12' @ {PATH}.full_sizes"),
+        ({"full_sizes": [1, "2"]}, f"expected a list of integers, got [1, '2'] @ {PATH}.full_sizes"),
+        ({"full_sizes": [True, 2]}, f"expected a list of integers, got [True, 2] @ {PATH}.full_sizes"),
+        ({"full_sizes": [[1, 2]]}, f"expected a list of integers, got [[1, 2]] @ {PATH}.full_sizes"),
+        ({"full_sizes": {"1": 2}}, f"expected a list of integers, got {{'1': 2}} @ {PATH}.full_sizes"),
+        (
+            {"piecewise_sizes": []},
+            "'piecewise_sizes' must not be empty; leave it out to capture vLLM's sizes "
+            f"@ {PATH}.piecewise_sizes",
+        ),
+        (
+            {"piecewise_sizes": [0, 1]},
+            "'piecewise_sizes' must be positive and ascend without repetition: [0, 1] "
+            f"@ {PATH}.piecewise_sizes",
+        ),
+        (
+            {"full_sizes": [2, 1]},
+            f"'full_sizes' must be positive and ascend without repetition: [2, 1] @ {PATH}.full_sizes",
+        ),
+        (
+            {"full_sizes": [1, 1]},
+            f"'full_sizes' must be positive and ascend without repetition: [1, 1] @ {PATH}.full_sizes",
+        ),
+        (
+            {"full_sizes": [1, 16], "threshold": 8},
+            f"'full_sizes' must be <= 'threshold' = 8: 16; change either @ {PATH}",
+        ),
+        (
+            {"piecewise_sizes": [9], "threshold": 8},
+            f"'piecewise_sizes' must be <= 'threshold' = 8: 9; change either @ {PATH}",
+        ),
+        (
+            {"polcy": "eager"},
+            f"unknown key 'polcy'; known keys: policy, full_sizes, piecewise_sizes, threshold @ {PATH}",
+        ),
+        ("eager", f"{PATH} must be an object: 'eager'"),
+        (["eager"], f"{PATH} must be an object: ['eager']"),
+        (None, f"{PATH} must be an object: None"),
+    ],
+)
+def test_wrong_values(value, message):
+    """
+    Nothing is guessed or converted: the key, the rule and the value are named.
+    """
+    with pytest.raises(ConfigError) as excinfo:
+        load(value)
+
+    assert message == str(excinfo.value)
+    assert isinstance(excinfo.value, DispatchError)
+
+
+def test_all_errors_at_once():
+    """
+    A wrong value hides no other, not even a contradiction between those that are right by themselves.
+    """
+    with pytest.raises(ConfigError) as excinfo:
+        load(
+            {
+                "polcy": "eager",
+                "policy": "fastest",
+                "full_sizes": [1, 16],
+                "piecewise_sizes": [64],
+                "threshold": 8,
+            }
+        )
+
+    known = "policy, full_sizes, piecewise_sizes, threshold"
+    policies = "eager, piecewise, full_decode_only, full_and_piecewise"
+    assert [
+        f"unknown key 'polcy'; known keys: {known} @ {PATH}",
+        f"'policy' must be one of {policies}: 'fastest' @ {PATH}.policy",
+        "'full_sizes' must be <= 'threshold' = 8: 16; change either",
+        f"'piecewise_sizes' must be <= 'threshold' = 8: 64; change either @ {PATH}",
+    ] == re.split("; (?=unknown|'\\w+' must)", str(excinfo.value))
+
+
+def test_sizes_up_to_the_threshold():
+    """
+    The threshold itself may be captured.
+    """
+    config = load({"full_sizes": [8], "piecewise_sizes": [8], "threshold": 8})
+
+    assert (config.full_sizes, config.piecewise_sizes, config.threshold) == ((8,), (8,), 8)
+
+
+def test_smallest_values():
+    """
+    One token is a size, and a threshold.
+    """
+    config = load({"full_sizes": [1], "threshold": 1})
+
+    assert (config.full_sizes, config.threshold) == ((1,), 1)
