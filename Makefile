@@ -28,7 +28,7 @@ test-slow: $(VENV)/.installed
 	$(BIN)/pytest -m slow
 
 test-real: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -r requirements-real.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements-real.txt
 	$(BIN)/pytest -m real
 
 lint: $(VENV)/.installed

@@ -21,6 +21,10 @@ import attrs
 from aclgraph_dispatch.errors import DispatchError
 
 WORKER_CLS = "aclgraph_dispatch.integrations.cpu.DispatchWorker"
+KV_CACHE_BYTES = 1 << 28
+"""Room enough for the tiny models; by default vLLM takes most of the machine's memory."""
+
+_RUN_SPEC = "from aclgraph_dispatch.bench.live import run_spec; run_spec(*sys.argv[1:])"
 
 
 @attrs.frozen
@@ -30,14 +34,14 @@ class EngineRequest:
 
     Args:
         request_id: Unique name.
-        prompt: Token ids.
+        prompt: Token ids, or text for the model's tokenizer.
         num_output_tokens: Tokens to generate, no fewer.
         arrival_step: The engine step before which it is added.
         abort_step: The engine step before which it is given up, if ever.
     """
 
     request_id: str
-    prompt: list[int]
+    prompt: list[int] | str
     num_output_tokens: int
     arrival_step: int = 0
     abort_step: int | None = None
@@ -55,6 +59,7 @@ class EngineRun:
         seconds: Time of all steps, start-up excluded.
         start_seconds: Time to build the engine.
         report: The worker's own account (`DispatchWorker.dispatch_report`); empty without our worker.
+        metrics: vLLM's counters, where the engine collects statistics.
     """
 
     tokens: dict[str, list[int]]
@@ -63,6 +68,7 @@ class EngineRun:
     seconds: float
     start_seconds: float
     report: dict[str, Any]
+    metrics: dict[str, float]
 
 
 class EngineFailedError(DispatchError):
@@ -71,7 +77,9 @@ class EngineFailedError(DispatchError):
     """
 
 
-def run_engine(engine: dict[str, Any], requests: Sequence[EngineRequest], *, emulate: bool) -> EngineRun:
+def run_engine(
+    engine: dict[str, Any], requests: Sequence[EngineRequest], *, emulate: bool, prelude: str = ""
+) -> EngineRun:
     """
     Run *requests* through an engine in a new process.
 
@@ -79,26 +87,32 @@ def run_engine(engine: dict[str, Any], requests: Sequence[EngineRequest], *, emu
         engine: Keyword arguments of `vllm.LLM`; JSON values only.
         requests: In order of arrival.
         emulate: Whether on the emulated NPU with our worker, or on vLLM's own CPU platform and worker.
+        prelude: Python statements for the new process to run first.
 
     Raises:
         EngineFailedError: The engine could not be built or failed in a step.
     """
-    environment = os.environ | {
-        "ACLGRAPH_DISPATCH_EMULATE": "1" if emulate else "0",
-        # One process: the engine core's counters are then at hand, and a failure is not hidden in a child.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "PYTHONSAFEPATH": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    for name, default in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("OMP_NUM_THREADS", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")):
-        environment.setdefault(name, default)
+    defaults = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    environment = (
+        defaults
+        | os.environ
+        | {
+            "ACLGRAPH_DISPATCH_EMULATE": "1" if emulate else "0",
+            # One process: the engine core's counters are then at hand, and a failure is not hidden in a child.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "PYTHONSAFEPATH": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+    )
+    engine = {"kv_cache_memory_bytes": KV_CACHE_BYTES} | engine
     if emulate:
         engine = {"worker_cls": WORKER_CLS} | engine
     with tempfile.TemporaryDirectory() as directory:
         spec, result = Path(directory, "spec.json"), Path(directory, "result.json")
         spec.write_text(json.dumps({"engine": engine, "requests": [attrs.asdict(r) for r in requests]}))
+        program = f"{prelude}\nimport sys\n{_RUN_SPEC}"
         process = subprocess.run(
-            [sys.executable, "-m", "aclgraph_dispatch.bench.live", str(spec), str(result)],
+            [sys.executable, "-c", program, str(spec), str(result)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -106,7 +120,9 @@ def run_engine(engine: dict[str, Any], requests: Sequence[EngineRequest], *, emu
             check=False,
         )
         if process.returncode != 0:
-            raise EngineFailedError(f"the engine failed (exit code {process.returncode}):\n{process.stdout[-6000:]}")
+            raise EngineFailedError(
+                f"the engine failed (exit code {process.returncode}):\n{process.stdout[-6000:]}"
+            )
         return EngineRun(**json.loads(result.read_text()))
 
 
@@ -132,7 +148,10 @@ def drive(engine: dict[str, Any], requests: Sequence[EngineRequest]) -> EngineRu
         while waiting and waiting[0].arrival_step <= num_steps:
             request = waiting.pop(0)
             sampling = SamplingParams(temperature=0, max_tokens=request.num_output_tokens, ignore_eos=True)
-            core.add_request(request.request_id, TokensPrompt(prompt_token_ids=request.prompt), sampling)
+            prompt = request.prompt
+            if not isinstance(prompt, str):
+                prompt = TokensPrompt(prompt_token_ids=prompt)
+            core.add_request(request.request_id, prompt, sampling)
         for request_id in [name for name, step in aborts.items() if step <= num_steps]:
             core.abort_request([request_id])
             del aborts[request_id]
@@ -145,14 +164,16 @@ def drive(engine: dict[str, Any], requests: Sequence[EngineRequest]) -> EngineRu
     report = {}
     if engine.get("worker_cls") == WORKER_CLS:
         report = llm.collective_rpc("dispatch_report")[0]
-    return EngineRun(tokens, texts, num_steps, seconds, start_seconds, report)
+    metrics: dict[str, float] = {}
+    if engine.get("disable_log_stats") is False:
+        metrics = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    return EngineRun(tokens, texts, num_steps, seconds, start_seconds, report, metrics)
 
 
-def _main(spec_path: str, result_path: str) -> None:
+def run_spec(spec_path: str, result_path: str) -> None:
+    """
+    Do in this process what `run_engine` wrote down, and leave the result for it.
+    """
     spec = json.loads(Path(spec_path).read_text())
     run = drive(spec["engine"], [EngineRequest(**request) for request in spec["requests"]])
     Path(result_path).write_text(json.dumps(attrs.asdict(run)))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -1,10 +1,54 @@
-"""The command line."""
+"""The command line. Bad input ends with one error and exit code 2."""
 
-import sys
-from collections.abc import Callable
+import json
+from typing import Any
 
 import click
 
+from .errors import DispatchError
+from .policy import POLICIES
 
-def main():
-    pass
+
+class _UserError(click.ClickException):
+    exit_code = 2
+
+
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DispatchError as exc:
+            raise _UserError(str(exc)) from exc
+
+
+@click.group(cls=_Commands)
+@click.version_option(package_name="aclgraph-dispatch")
+def main() -> None:
+    """
+    Decides, every step, how a batch meets the captured graphs of an LLM server.
+    """
+
+
+@main.command()
+@click.option("--model", default="mla", show_default=True, help="mla, gqa, or a checkpoint's directory.")
+@click.option("--policy", type=click.Choice(list(POLICIES)), default="full_and_piecewise", show_default=True)
+@click.option("--requests", "num_requests", type=click.IntRange(min=1), default=48, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print nothing but the last line.")
+def demo(model: str, policy: str, num_requests: int, as_json: bool) -> None:
+    """
+    Run real vLLM over a slice of a trace, stock and dispatched, and compare every token.
+
+    The last line is a JSON object. The exit code is 1 if a token differs.
+    """
+    try:
+        import vllm  # noqa: F401, TID251 -- only asked for its presence
+    except ImportError:
+        raise click.ClickException("the demo needs vLLM; in a checkout, `make demo` installs it") from None
+    from aclgraph_dispatch.bench.demo import describe, run_demo
+
+    result = run_demo(model, policy, num_requests, lambda line: click.echo(line, err=as_json))
+    if not as_json:
+        click.echo(describe(result))
+    click.echo(json.dumps(result.figures()))
+    if result.differing:
+        raise SystemExit(1)

@@ -89,19 +89,17 @@ class DispatchConfig:
         Raises:
             ConfigError: A configured size can never be filled.
         """
-        limits = {
-            "full_sizes": (max_num_seqs * query_len, "max_num_seqs * query length", query_len),
-            "piecewise_sizes": (max_num_batched_tokens, "max_num_batched_tokens", 1),
-        }
+        budget = max_num_batched_tokens, "max_num_batched_tokens"
+        # A tie is the budget's: it is the limit that people set.
+        fillable = min(budget, (max_num_seqs * query_len, "max_num_seqs * query length"), key=lambda b: b[0])
+        limits = {FULL: ("full_sizes", *fillable, query_len), PIECEWISE: ("piecewise_sizes", *budget, 1)}
         used = modes_used(POLICIES[policy])
         planned: dict[str, tuple[int, ...]] = {}
         errors = []
-        for (name, (limit, meaning, multiple)), mode in zip(limits.items(), (FULL, PIECEWISE), strict=True):
-            top = min(limit, max_num_batched_tokens)
+        for mode, (name, top, meaning, multiple) in limits.items():
             configured = getattr(self, name)
             for size in configured or ():
                 if size > top:
-                    meaning = meaning if top == limit else "max_num_batched_tokens"
                     errors.append(f"'{name}' must be <= {meaning} = {top}, no step fills more: {size}")
                 elif size % multiple:
                     errors.append(f"'{name}' must be multiples of the query length {multiple}: {size}")
@@ -110,8 +108,8 @@ class DispatchConfig:
             elif configured is not None:
                 planned[name] = configured
             else:
-                top = min(top, self.threshold or top)
-                planned[name] = tuple(sorted({n for n in ladder if n <= top and n % multiple == 0}))
+                largest = min(top, self.threshold or top)
+                planned[name] = tuple(sorted({n for n in ladder if n <= largest and n % multiple == 0}))
         if errors:
             raise ConfigError("; ".join(errors) + f" @ additional_config.{KEY}")
         return CapturePlan(**planned)

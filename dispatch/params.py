@@ -8,6 +8,7 @@ own metadata. Records are kept by the whole descriptor. Two graphs with equal nu
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import attrs
@@ -61,7 +62,7 @@ class AttentionParams:
         """
         Capture the attention of one layer as part of the graph of *descriptor*.
         """
-        handle = self.backend.record_task(lambda: issue(metadata))
+        handle = self.backend.record_task(partial(issue, metadata))
         self._tasks[descriptor].append(AttentionTask(layer_name, handle, issue))
 
     def refresh(self, descriptor: BatchDescriptor, metadata: Mapping[str, Any]) -> None:
@@ -79,8 +80,7 @@ class AttentionParams:
             layer_metadata = metadata.get(task.layer_name)
             if layer_metadata is None:
                 raise ReplayError(f"no attention metadata for {task.layer_name} in a replay of {descriptor}")
-            # Bound as defaults: `run` may be called later than this loop turns.
-            self.backend.update_task(task.handle, lambda t=task, m=layer_metadata: t.issue(m))
+            self.backend.update_task(task.handle, partial(task.issue, layer_metadata))
 
     def forget(self, descriptor: BatchDescriptor) -> None:
         """

@@ -27,9 +27,7 @@ from aclgraph_dispatch.backends import emulated
 from .acl_graph import full_capture
 
 _library = torch.library.Library("aclgraph_dispatch", "DEF")
-_library.define(
-    "mla_kv_cache_update(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()"
-)
+_library.define("mla_kv_cache_update(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()")
 
 
 def _mla_kv_cache_update(
@@ -52,9 +50,7 @@ def trace_attention_operators() -> None:
     emulated.register_composite(
         torch.ops.vllm.unified_attention_with_output.default, attention.unified_attention_with_output
     )
-    emulated.register_composite(
-        torch.ops.vllm.unified_kv_cache_update.default, attention.unified_kv_cache_update
-    )
+    emulated.register_composite(torch.ops.vllm.unified_kv_cache_update.default, attention.unified_kv_cache_update)
     emulated.register_composite(
         torch.ops.vllm.unified_mla_attention_with_output.default,
         mla_attention.unified_mla_attention_with_output,
@@ -155,9 +151,7 @@ class GraphedCPUMLAMetadataBuilder(mla_attention.MLACommonMetadataBuilder):
     def build(self, *args: Any, **kwargs: Any) -> Any:
         metadata = super().build(*args, **kwargs)
         if metadata.decode is not None:
-            metadata.decode = dataclasses.replace(
-                metadata.decode, seq_lens=metadata.decode.seq_lens.clone()
-            )
+            metadata.decode = dataclasses.replace(metadata.decode, seq_lens=metadata.decode.seq_lens.clone())
         return metadata
 
 

@@ -27,9 +27,7 @@ _OFF = "or set enforce_eager, which turns the dispatcher off"
 UNSUPPORTED = (
     Unsupported("speculative decoding", lambda c: c.speculative_config is not None, f"drop it, {_OFF}"),
     Unsupported("LoRA", lambda c: c.lora_config is not None, f"drop it, {_OFF}"),
-    Unsupported(
-        "tensor parallelism", lambda c: c.parallel_config.tensor_parallel_size > 1, f"use size 1, {_OFF}"
-    ),
+    Unsupported("tensor parallelism", lambda c: c.parallel_config.tensor_parallel_size > 1, f"use size 1, {_OFF}"),
     Unsupported(
         "pipeline parallelism", lambda c: c.parallel_config.pipeline_parallel_size > 1, f"use size 1, {_OFF}"
     ),

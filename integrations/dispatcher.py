@@ -8,7 +8,15 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor as VllmBatchDescriptor
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from aclgraph_dispatch import Batch, BatchDescriptor, BatchKind, CapturePlan, Dispatcher, RuntimeMode, StepPlan
+from aclgraph_dispatch import (
+    Batch,
+    BatchDescriptor,
+    BatchKind,
+    CapturePlan,
+    Dispatcher,
+    RuntimeMode,
+    StepPlan,
+)
 from aclgraph_dispatch.config import DispatchConfig
 from aclgraph_dispatch.errors import ConfigError
 
@@ -73,7 +81,9 @@ def policy_of(mode: CUDAGraphMode, config: DispatchConfig) -> str:
     """
     policy = POLICY_OF_MODE.get(mode)
     if policy is None:
-        raise ConfigError(f"cudagraph_mode must be one of {', '.join(m.name for m in POLICY_OF_MODE)}: {mode.name}")
+        raise ConfigError(
+            f"cudagraph_mode must be one of {', '.join(m.name for m in POLICY_OF_MODE)}: {mode.name}"
+        )
     if config.policy not in (None, policy):
         msg = (
             f"'policy' {config.policy!r} cannot be run here: vLLM lowered cudagraph_mode to {mode.name} (its "

@@ -21,12 +21,15 @@ from .dispatcher import DispatchCudagraphDispatcher
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
+else:
+    Runner = object
 
 # vLLM drops INFO of loggers that are not its own.
 logger = init_logger("vllm.aclgraph_dispatch")
 
 
-class DispatchMixin:
+class DispatchMixin(Runner):
     """
     Put before a V1 model runner: classifies every batch, asks our dispatcher, and captures what it plans.
     """
@@ -46,12 +49,13 @@ class DispatchMixin:
         )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        super().load_model(*args, **kwargs)
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
-            self.model = ACLGraphWrapper(self.model, self.vllm_config, CUDAGraphMode.FULL)
+            self.model: Any = ACLGraphWrapper(self.model, self.vllm_config, CUDAGraphMode.FULL)
 
     def get_model(self) -> Any:
-        return self.model.unwrap() if isinstance(self.model, ACLGraphWrapper) else self.model
+        model: Any = self.model
+        return model.unwrap() if isinstance(model, ACLGraphWrapper) else model
 
     def _determine_batch_execution_and_padding(
         self,
@@ -73,7 +77,7 @@ class DispatchMixin:
             )
             force_uniform_decode = batch.kind is BatchKind.UNIFORM_DECODE
         try:
-            decided = super()._determine_batch_execution_and_padding(  # type: ignore[misc]
+            decided = super()._determine_batch_execution_and_padding(
                 num_tokens,
                 num_reqs,
                 num_scheduled_tokens_np,

@@ -36,7 +36,9 @@ class EmulatedNpuPlatform(CpuPlatform):
         return "aclgraph_dispatch.integrations.acl_graph.ACLGraphWrapper"
 
     @classmethod
-    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> str:
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+    ) -> str:
         stock = super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs)
         graphed = {
             "CPUAttentionBackend": _ATTENTION + "GraphedCPUAttentionBackend",

@@ -61,9 +61,7 @@ def scheduled_requests(draw, *, query_len=1, max_size=MAX_NUM_SEQS):
     uniform = decodes(min_drafts=query_len - 1, max_drafts=query_len - 1, lora_ids=lora_ids)
     ragged = decodes(max_drafts=query_len - 1, lora_ids=lora_ids)
     prefill = prefills(lora_ids=lora_ids)
-    return draw(
-        st.lists(draw(st.sampled_from([uniform, ragged, prefill, ragged | prefill])), max_size=max_size)
-    )
+    return draw(st.lists(draw(st.sampled_from([uniform, ragged, prefill, ragged | prefill])), max_size=max_size))
 
 
 @st.composite

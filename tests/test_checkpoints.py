@@ -96,9 +96,8 @@ def test_a_foreign_directory_or_file_is_an_error_and_stays(tmp_path):
         with pytest.raises(ConfigError, match=f"{directory} must be absent, empty or .* remove it or name"):
             write_checkpoint("gqa", directory)
 
-    assert (
-        "years of work" == (tmp_path / "mine" / "thesis.txt").read_text() == (tmp_path / "file").read_text()
-    )
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+    assert (tmp_path / "file").read_text() == "years of work"
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):

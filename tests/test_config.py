@@ -72,13 +72,11 @@ def test_null_is_left_out():
         ({"full_sizes": {"1": 2}}, f"expected a list of integers, got {{'1': 2}} @ {PATH}.full_sizes"),
         (
             {"piecewise_sizes": []},
-            "'piecewise_sizes' must not be empty; leave it out to capture vLLM's sizes "
-            f"@ {PATH}.piecewise_sizes",
+            f"'piecewise_sizes' must not be empty; leave it out to capture vLLM's sizes @ {PATH}.piecewise_sizes",
         ),
         (
             {"piecewise_sizes": [0, 1]},
-            "'piecewise_sizes' must be positive and ascend without repetition: [0, 1] "
-            f"@ {PATH}.piecewise_sizes",
+            f"'piecewise_sizes' must be positive and ascend without repetition: [0, 1] @ {PATH}.piecewise_sizes",
         ),
         (
             {"full_sizes": [2, 1]},

@@ -242,9 +242,7 @@ def test_first_mode_that_fits(step):
     wanted = [
         mode
         for mode in POLICIES[dispatcher.policy].get(batch.kind, ())
-        if (allowed is None or mode in allowed)
-        and fits(dispatcher, batch, mode)
-        and not batch.num_active_loras
+        if (allowed is None or mode in allowed) and fits(dispatcher, batch, mode) and not batch.num_active_loras
     ]
 
     for part in dispatcher.dispatch(batch, allowed).parts:

@@ -59,7 +59,10 @@ def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     Another tensor on the memory of *tensor* that does not keep it from being reused by later graphs.
     """
-    graph = device.capturing or _owners.get(tensor.untyped_storage().data_ptr())
+    address = tensor.untyped_storage().data_ptr()
+    graph = _owners.get(address)
+    if device.capturing is not None and device.capturing.made(address):
+        graph = device.capturing
     if graph is not None:
         graph.hold_weakly(tensor)
     result: torch.Tensor = alias(tensor)

@@ -15,7 +15,9 @@ import torch
 from torch._ops import OpOverload
 
 _FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
-_ALLOCATORS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+_ALLOCATORS = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+)
 
 composites: dict[OpOverload, Callable[..., Any]] = {}
 """
@@ -31,18 +33,17 @@ class Operator:
 
     Args:
         overload: The operator.
-        body: Python function to trace instead, if any.
-        decomposes: Whether it may return a view or a copy, depending on its input; tracing its parts tells.
+        body: What to trace instead, if only its parts tell what it does.
         allocates: Whether it only makes room.
         written: For each result, the name of the argument that it is; None for fresh results.
-        mutates: Whether it writes to an argument, or declares no effect at all.
+        mutates: Whether it writes to an argument's memory (which `unsqueeze_`, say, does not), or declares no
+            effect at all.
         needs_host: Whether its result or its shape depends on a value, which the host would have to wait for.
         out: The variant that writes its results to given tensors, and the names of those arguments.
     """
 
     overload: OpOverload
     body: Callable[..., Any] | None
-    decomposes: bool
     allocates: bool
     written: tuple[str | None, ...]
     mutates: bool
@@ -63,19 +64,18 @@ def operator(overload: OpOverload) -> Operator:
     Look *overload* up.
     """
     schema = overload._schema
-    reads_alias = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
-    mutates = schema.is_mutable or not schema.returns
     tags = overload.tags
+    mutates = (schema.is_mutable and torch.Tag.inplace_view not in tags) or not schema.returns
+    out = None if mutates else _out_variant(overload)
     return Operator(
         overload=overload,
-        body=composites.get(overload),
-        decomposes=reads_alias and not mutates and overload._can_decompose(),
+        body=composites.get(overload) or (None if mutates else _parts(overload, out is not None)),
         allocates=overload.namespace == "aten" and schema.name.removeprefix("aten::") in _ALLOCATORS,
         written=_written(schema),
         mutates=mutates,
         needs_host=torch.Tag.data_dependent_output in tags
         or (torch.Tag.dynamic_output_shape in tags and schema.name != "aten::index"),
-        out=None if mutates else _out_variant(overload),
+        out=out,
     )
 
 
@@ -85,6 +85,19 @@ def register_composite(overload: OpOverload, body: Callable[..., Any]) -> None:
     """
     composites[overload] = body
     operator.cache_clear()
+
+
+def _parts(overload: OpOverload, has_out: bool) -> Callable[..., Any] | None:
+    """
+    The composition of an operator made of others, where it may return a view or a copy depending on its input
+    (`reshape`), or may ask the host in between (`is_nonzero`, `where` with a condition only). Only torch's own
+    are known to do nothing besides.
+    """
+    reads_alias = any(a.alias_info is not None and not a.alias_info.is_write for a in overload._schema.arguments)
+    if (reads_alias or (overload.namespace == "aten" and not has_out)) and overload._can_decompose():
+        decompose: Callable[..., Any] = overload.decompose
+        return decompose
+    return None
 
 
 def _written(schema: Any) -> tuple[str | None, ...]:

@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_map_only
 
 from .operator import Operator, operator
 
-
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 
 
@@ -87,9 +86,6 @@ class Recorder(TorchDispatchMode):
         if op.body is not None:
             with self:
                 return op.body(*args, **kwargs)
-        if op.decomposes:
-            with self:
-                return func.decompose(*args, **kwargs)
         if op.needs_host or _selects_by_mask(op, args):
             raise RuntimeError(
                 f"operation not permitted when stream is capturing: {func} needs a value on the host"
@@ -104,8 +100,10 @@ class Recorder(TorchDispatchMode):
                 _make_harmless(tensor)
             self.fresh += alias(tensors)
             return result
-        if any(a.alias_info is not None for a in func._schema.returns) or (
-            op.is_aten and _shares_storage(tensors, (args, kwargs))
+        if (
+            not tensors
+            or any(a.alias_info is not None for a in func._schema.returns)
+            or (op.is_aten and _shares_storage(tensors, (args, kwargs)))
         ):
             return result
         task = Task(func, alias(tensors))
@@ -139,18 +137,19 @@ class UpdateRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         op = operator(func)
-        if op.decomposes:
+        if op.body is not None:
             with self:
-                return func.decompose(*args, **kwargs)
-        if op.mutates:
-            self.calls.append((func, args, kwargs))
-            return written(op, args, kwargs)
-        if op.allocates or any(a.alias_info is not None for a in func._schema.returns):
+                return op.body(*args, **kwargs)
+        if not op.mutates and (op.allocates or any(a.alias_info is not None for a in func._schema.returns)):
             return func(*args, **kwargs)
-        self.calls.append((func, args, kwargs))
-        index = len(self.calls) - 1
-        outputs = self.tasks[index].outputs if index < len(self.tasks) else ()
-        return outputs[0] if len(outputs) == 1 else outputs
+        task = self.tasks[len(self.calls)] if len(self.calls) < len(self.tasks) else None
+        self.calls.append((func, *alias((args, kwargs))))
+        if op.mutates:
+            return written(op, args, kwargs)
+        if task is None or task.overload is not func:
+            # The update fails at its end; until then the caller gets a result of the right kind.
+            return func(*args, **kwargs)
+        return task.outputs[0] if len(task.outputs) == 1 else task.outputs
 
     def apply(self) -> None:
         """
@@ -173,7 +172,8 @@ def alias(values: Any) -> Any:
     """
     Replace every tensor by another object on the same memory.
     """
-    return tree_map_only(torch.Tensor, torch.ops.aten.alias.default, values)
+    with torch.inference_mode():  # elsewhere a view keeps the object it is a view of
+        return tree_map_only(torch.Tensor, torch.ops.aten.alias.default, values)
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -193,7 +193,9 @@ def written(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         RuntimeError: It returns fresh tensors besides; those do not exist before it has run.
     """
     if None in op.written:
-        raise RuntimeError(f"{op.overload} cannot be captured: it writes to an argument and returns a fresh tensor")
+        raise RuntimeError(
+            f"{op.overload} cannot be captured: it writes to an argument and returns a fresh tensor"
+        )
     names = [argument.name for argument in op.overload._schema.arguments]
     bound = dict(zip(names, args, strict=False)) | kwargs
     results = tuple(bound[name] for name in op.written if name is not None)
@@ -203,7 +205,9 @@ def written(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
     if isinstance(result, torch.Tensor):
         return (result,)
-    return tuple(tensor for item in result for tensor in _tensors(item)) if isinstance(result, tuple | list) else ()
+    return (
+        tuple(tensor for item in result for tensor in _tensors(item)) if isinstance(result, tuple | list) else ()
+    )
 
 
 def _make_harmless(tensor: torch.Tensor) -> None:

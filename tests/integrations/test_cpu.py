@@ -1,0 +1,151 @@
+"""Real vLLM on the emulated NPU, compared with stock vLLM token by token."""
+
+import pytest
+
+from aclgraph_dispatch.bench.live import EngineFailedError, EngineRun
+
+from ..engines import MAX_NUM_SEQS, NO_REFRESH, SHIFTED_INPUT, start, started
+
+pytestmark = pytest.mark.engine
+
+POLICIES = ("full_and_piecewise", "full_decode_only", "piecewise", "eager")
+DISPATCHED = [
+    *[(model, policy) for model in ("mla", "gqa") for policy in POLICIES],
+    ("gqa-prefix_caching", "full_and_piecewise"),
+    ("gqa-preemption", "full_and_piecewise"),
+]
+NUM_LAYERS = {"mla": 3, "gqa": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines(request: pytest.FixtureRequest) -> None:
+    """
+    Start in the background what the selected tests will ask for.
+    """
+    if len(request.session.items) > 1:
+        for variant in ("gqa", "mla", "gqa-prefix_caching", "gqa-preemption"):
+            started(variant, None)
+        for variant, policy in DISPATCHED:
+            started(variant, policy)
+
+
+def steps(run: EngineRun) -> dict[str, int]:
+    """
+    Steps by route.
+    """
+    routes = run.report["routes"]
+    return {mode: sum(r["steps"] for r in routes if r["mode"] == mode) for mode in ("FULL", "PIECEWISE", "NONE")}
+
+
+@pytest.mark.parametrize(("variant", "policy"), DISPATCHED)
+def test_tokens_are_those_of_stock(variant: str, policy: str) -> None:
+    """
+    Whatever the route, every request gets the tokens that stock vLLM gives it; also one that is given up.
+    """
+    stock = started(variant, None).result()
+    run = started(variant, policy).result()
+
+    assert stock.tokens == run.tokens
+
+
+def test_requests_are_aborted_on_their_way() -> None:
+    """
+    The load of these comparisons holds requests that got some of their tokens and not all.
+    """
+    tokens = started("gqa", None).result().tokens
+    lengths = [len(tokens[f"request-{i}"]) for i in (9, 19, 29, 39)]
+
+    assert any(0 < n < 30 for n in lengths)
+
+
+@pytest.mark.parametrize("model", ["mla", "gqa"])
+@pytest.mark.parametrize(
+    ("policy", "used"),
+    [
+        ("full_and_piecewise", {"FULL", "PIECEWISE", "NONE"}),
+        ("full_decode_only", {"FULL", "NONE"}),
+        ("piecewise", {"PIECEWISE", "NONE"}),
+        ("eager", {"NONE"}),
+    ],
+)
+def test_policy_takes_its_routes(model: str, policy: str, used: set[str]) -> None:
+    """
+    A policy takes exactly the routes it stands for, and every step of the engine is counted.
+    """
+    run = started(model, policy).result()
+    counts = steps(run)
+
+    assert used == {mode for mode, n in counts.items() if n}
+    assert run.metrics["vllm:generation_tokens"] == sum(map(len, run.tokens.values()))
+    # Under these loads some request is scheduled in every step, save those that only report an abort.
+    assert 0 <= run.num_steps - sum(counts.values()) <= 4
+
+
+@pytest.mark.parametrize("model", ["mla", "gqa"])
+def test_graphs_per_size(model: str) -> None:
+    """
+    FULL holds one graph per size, PIECEWISE one per size and piece (layers + 1), and each holds a stream.
+    """
+    report = started(model, "full_and_piecewise").result().report
+    pieces = NUM_LAYERS[model] + 1
+    expected = {f"FULL-{n}": 1 for n in report["full_sizes"]}
+    expected |= {f"PIECEWISE-{n}": pieces for n in report["piecewise_sizes"]}
+
+    assert expected == report["graphs_per_size"]
+    assert sum(expected.values()) == report["streams_held"]
+    assert MAX_NUM_SEQS == report["full_sizes"][-1]
+
+
+@pytest.mark.parametrize("model", ["mla", "gqa"])
+def test_eager_policy_captures_nothing(model: str) -> None:
+    """
+    Where no graph is wanted none is captured.
+    """
+    report = started(model, "eager").result().report
+
+    assert {} == report["graphs"]
+    assert 0 == report["streams_held"]
+
+
+def test_prefixes_are_found() -> None:
+    """
+    The load for prefix caching finds prefixes, dispatched as stock.
+    """
+    hits = [
+        started("gqa-prefix_caching", policy).result().metrics["vllm:prefix_cache_hits"]
+        for policy in (None, "full_and_piecewise")
+    ]
+
+    assert 0 < hits[0] == hits[1]
+
+
+def test_requests_are_preempted() -> None:
+    """
+    The load for preemption preempts, dispatched as stock.
+    """
+    preemptions = [
+        started("gqa-preemption", policy).result().metrics["vllm:num_preemptions"]
+        for policy in (None, "full_and_piecewise")
+    ]
+
+    assert 0 < preemptions[0] == preemptions[1]
+
+
+@pytest.mark.parametrize("model", ["mla", "gqa"])
+def test_without_refresh_tokens_are_wrong(model: str) -> None:
+    """
+    A FULL graph replayed with the parameters of its capture gives other tokens: the comparison can fail.
+    """
+    stock = started(model, None).result()
+    run = start(model, "full_decode_only", NO_REFRESH).result()
+    wrong = [name for name, tokens in stock.tokens.items() if run.tokens[name] != tokens]
+
+    assert len(wrong) > len(stock.tokens) / 2
+
+
+def test_moved_input_is_an_error() -> None:
+    """
+    An input that lies elsewhere than at capture stops the engine with our error.
+    """
+    with pytest.raises(EngineFailedError, match=r"inputs of a graph must lie where they lay at its capture"):
+        start("gqa", "full_decode_only", SHIFTED_INPUT).result()
