@@ -59,14 +59,27 @@ def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     Another tensor on the memory of *tensor* that does not keep it from being reused by later graphs.
     """
-    address = tensor.untyped_storage().data_ptr()
-    graph = _owners.get(address)
-    if device.capturing is not None and device.capturing.made(address):
-        graph = device.capturing
+    graph = _owner(tensor)
     if graph is not None:
         graph.hold_weakly(tensor)
     result: torch.Tensor = alias(tensor)
     return result
+
+
+def _owner(tensor: torch.Tensor) -> "NPUGraph | None":
+    """
+    The graph whose operations made the memory of *tensor*; nobody reuses what was there before.
+    """
+    address = _address(tensor)
+    capturing: NPUGraph | None = device.capturing
+    if capturing is not None and any(_address(made) == address for made in capturing.recorder.fresh):
+        return capturing
+    return _owners.get(address)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage().data_ptr()
+    return address
 
 
 class NPUGraph:
@@ -79,6 +92,7 @@ class NPUGraph:
         self._recorder: Recorder | None = None
         self._pool: MempoolId | None = None
         self._memory = Mempool()
+        self._made: list[torch.Tensor] = []
         self._victims: frozenset[Block] = frozenset()
         self._blocks: set[Block] = set()
         self._holds_stream = False
@@ -110,9 +124,8 @@ class NPUGraph:
         """
         Stop to capture; the results become unspecified until the first replay.
         """
-        recorder = self._stop()
-        self._tasks = recorder.tasks
-        for tensor in recorder.fresh:
+        self._tasks = self._stop().tasks
+        for tensor in self._made:
             poison(tensor)
 
     def replay(self) -> None:
@@ -140,6 +153,9 @@ class NPUGraph:
         if self._recorder is not None:
             self._stop()
         self._tasks = None
+        for tensor in self._made:
+            _owners.pop(_address(tensor), None)
+        self._made = []
         self._memory.blocks -= self._blocks
         self._memory.fresh -= self._blocks
         self._blocks = set()
@@ -186,8 +202,9 @@ class NPUGraph:
         recorder.__exit__(None, None, None)
         self._recorder = None
         device.capturing = None
-        for tensor in recorder.fresh:
-            _owners[tensor.untyped_storage().data_ptr()] = self
+        self._made = recorder.fresh
+        for tensor in self._made:
+            _owners[_address(tensor)] = self
         return recorder
 
     def __del__(self) -> None:

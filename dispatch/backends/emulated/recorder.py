@@ -100,22 +100,26 @@ class Recorder(TorchDispatchMode):
                 _make_harmless(tensor)
             self.fresh += alias(tensors)
             return result
-        if (
-            not tensors
-            or any(a.alias_info is not None for a in func._schema.returns)
-            or (op.is_aten and _shares_storage(tensors, (args, kwargs)))
-        ):
+        is_given = _shares_storage(tensors, (args, kwargs))
+        is_view = any(a.alias_info is not None for a in func._schema.returns) or (op.is_aten and is_given)
+        if is_view or not tensors:
             return result
         task = Task(func, alias(tensors))
         task.bind(*alias((args, kwargs)))
         self.tasks.append(task)
-        self.fresh += task.outputs
+        if not is_given:
+            self.fresh += task.outputs
         return result
 
     def note_write(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """
         Note an operator that is not run, and return the arguments it would have written.
         """
+        outs = tuple(kwargs[argument.name] for argument in op.overload._schema.arguments if argument.is_out)
+        if any(tensor.untyped_storage().nbytes() == 0 for tensor in outs):
+            # `out=torch.empty(0)`: the operator makes room itself, and only running it tells how much.
+            op.overload(*args, **kwargs)
+            self.fresh += alias(outs)
         task = Task(op.overload, ())
         task.bind(*alias((args, kwargs)))
         self.tasks.append(task)
@@ -172,8 +176,8 @@ def alias(values: Any) -> Any:
     """
     Replace every tensor by another object on the same memory.
     """
-    with torch.inference_mode():  # elsewhere a view keeps the object it is a view of
-        return tree_map_only(torch.Tensor, torch.ops.aten.alias.default, values)
+    # Not `aten.alias`: outside of inference mode a view keeps the object that it is a view of.
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.data, values)
 
 
 def poison(tensor: torch.Tensor) -> None:
