@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without it the checkout's root is on the path and `import dispatch` gives a second copy of every class.
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test test-slow test-real lint bench clean
+.PHONY: demo test test-slow test-real contract lint bench clean
 
 $(VENV)/.requirements: requirements-cpu.txt requirements-vllm.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,6 +30,18 @@ test-slow: $(VENV)/.installed
 test-real: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-real.txt
 	$(BIN)/pytest -m real
+
+# Wheels of one platform, whatever this machine is: their source is read in place, nothing is installed.
+WHEEL := --quiet --no-deps --only-binary :all: --python-version 3.11 \
+	--platform manylinux_2_24_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_34_x86_64
+
+.cache/contract/.downloaded: requirements-contract.txt | $(VENV)/.installed
+	rm -rf $(@D)
+	sed '/^#/d' $< | xargs -n 1 $(BIN)/python -m pip download $(WHEEL) --dest $(@D)
+	touch $@
+
+contract: $(VENV)/.installed .cache/contract/.downloaded
+	$(BIN)/pytest tests/contract -m contract
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

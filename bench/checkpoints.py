@@ -127,8 +127,13 @@ def write_once(directory: Path, fingerprint: dict[str, Any], write: Callable[[Pa
     """
     if _holds(directory, fingerprint):
         return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        scratch_directory = tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent)
+    except OSError as exc:
+        msg = f"{directory} must be writable: {exc}; name another directory, for the cache ACLGRAPH_DISPATCH_CACHE"
+        raise ConfigError(msg) from None
+    with scratch_directory as scratch:
         unfinished = Path(scratch) / "checkpoint"
         unfinished.mkdir()
         write(unfinished)

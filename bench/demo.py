@@ -198,7 +198,7 @@ def describe(result: DemoResult) -> str:
         for r in figures["routes"]
     ]
     graphs = figures["graphs"]
-    sample = result.requests[0].request_id
+    sample = next(iter(result.differing), result.requests[0].request_id)
     lines += [
         "",
         f"graphs     FULL {graphs.get('FULL', 0)} for sizes {figures['full_sizes']}",

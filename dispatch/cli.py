@@ -1,6 +1,7 @@
 """The command line. Bad input ends with one error and exit code 2."""
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -40,10 +41,8 @@ def demo(model: str, policy: str, num_requests: int, as_json: bool) -> None:
 
     The last line is a JSON object. The exit code is 1 if a token differs.
     """
-    try:
-        import vllm  # noqa: F401, TID251 -- only asked for its presence
-    except ImportError:
-        raise click.ClickException("the demo needs vLLM; in a checkout, `make demo` installs it") from None
+    if find_spec("vllm") is None:
+        raise _UserError("the demo needs vLLM, which is not installed; in a checkout, `make demo` installs it")
     from aclgraph_dispatch.bench.demo import describe, run_demo
 
     result = run_demo(model, policy, num_requests, lambda line: click.echo(line, err=as_json))

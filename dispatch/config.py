@@ -114,6 +114,16 @@ class DispatchConfig:
             raise ConfigError("; ".join(errors) + f" @ additional_config.{KEY}")
         return CapturePlan(**planned)
 
+    @staticmethod
+    def pinned(additional_config: Mapping[str, Any] | None, plan: CapturePlan) -> dict[str, Any]:
+        """
+        The same `additional_config`, with the sizes of *plan* written down.
+        """
+        sizes = {"full_sizes": plan.full_sizes, "piecewise_sizes": plan.piecewise_sizes}
+        written = {name: list(values) for name, values in sizes.items() if values}
+        config = dict(additional_config or {})
+        return config | {KEY: {**config.get(KEY, {}), **written}}
+
     @classmethod
     def load(cls, additional_config: Mapping[str, Any] | None) -> "DispatchConfig":
         """

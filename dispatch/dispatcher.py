@@ -55,7 +55,7 @@ class Dispatcher:
         max_num_seqs: The most requests a batch can have.
 
     Raises:
-        ConfigError: The policy is unknown.
+        ConfigError: The policy is unknown, or a number is below 1.
         PlanError: A FULL size can never be filled: it is no multiple of *query_len*, or holds more than
             *max_num_seqs* requests.
     """
@@ -70,6 +70,9 @@ class Dispatcher:
     ) -> None:
         if policy not in POLICIES:
             msg = f"'policy' must be one of {', '.join(POLICIES)}: {policy!r}"
+            raise ConfigError(msg)
+        if min(query_len, max_num_seqs) < 1:
+            msg = f"'query_len' and 'max_num_seqs' must be >= 1: {query_len}, {max_num_seqs}"
             raise ConfigError(msg)
         for size in plan.full_sizes:
             if size % query_len:
@@ -112,10 +115,12 @@ class Dispatcher:
         piecewise = allowed is None or RuntimeMode.PIECEWISE in allowed
         if num_tokens == 0:
             return _EMPTY
-        if batch.num_active_loras:
+        kind = batch.kind
+        if kind is BatchKind.UNIFORM_DECODE and batch.query_len != self.query_len:
+            kind = BatchKind.RAGGED_DECODE  # uniform, but not in the length the graphs were captured for
+        rules = self._rules[kind, full, piecewise]
+        if batch.num_active_loras and self._padded:
             return _plan(_Rule(RuntimeMode.NONE, None, Reason.NOT_CAPTURED), num_reqs, num_tokens)
-
-        rules = self._rules[batch.kind, full, piecewise]
         if num_tokens >= self._over_max:
             return _plan(rules[self._over_max], num_reqs, num_tokens)
         rule = rules[num_tokens]

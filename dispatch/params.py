@@ -1,9 +1,29 @@
 """
 The parameters of attention that a FULL graph cannot read from memory.
 
-An attention operator takes lengths from the host. A graph has them baked in as they were at capture, so they
-are replaced before every replay: each captured operator is issued again, under a task update, with the step's
-own metadata. Records are kept by the whole descriptor. Two graphs with equal numbers of tokens are two graphs.
+Theory of operation
+-------------------
+An attention operator takes lengths from the host. A graph has them baked in as they were at capture, so every
+replay needs each captured operator to be issued again, under a task update, with the step's own metadata. The
+update runs on a stream of its own, and the graph waits for it right before the operator:
+
+    compute stream, in the graph, a layer     wait(event)  reset(event)  attention
+    update stream, a layer                    update(attention)  record(event)
+
+The event is one flag. A record that comes while the flag is set, or between the wait of one replay and the reset
+behind it, is lost, and the next replay waits for ever (vllm-ascend #4233). Others make the host wait for the
+previous replay before they start the next; here the update stream waits, which costs the host nothing:
+
+    update stream waits for the compute stream;  replay;  update
+
+So the updates of a replay come after the previous replay has consumed its events, and the replay itself, submitted
+behind the mark, is not waited for. Devices whose streams are partitioned want the updates first; the flags then
+stand when the replay comes, and the same mark keeps them apart from the previous one.
+
+If an update fails, the replay is under way and must not hang: the events it still waits for are recorded without
+an update, its results are worthless, the error goes to the caller, and the graph is not replayed again until it
+has been captured anew. Records are kept by the whole descriptor: two graphs with equal numbers of tokens are two
+graphs.
 """
 
 from collections import defaultdict
@@ -27,13 +47,25 @@ class TaskBackend(Protocol):
 
     def record_task(self, run: Callable[[], None]) -> Any:
         """
-        Capture the operator that *run* issues; return its handle.
+        Capture a wait for an update, then the operator that *run* issues; return its handle.
+        """
+        ...
+
+    def order_updates(self) -> None:
+        """
+        Let updates to come wait for the replays submitted so far.
         """
         ...
 
     def update_task(self, handle: Any, run: Callable[[], None]) -> None:
         """
-        Replace its arguments by those that *run* issues it with.
+        Replace the operator's arguments by those that *run* issues it with, and let the graph go on.
+        """
+        ...
+
+    def release_task(self, handle: Any) -> None:
+        """
+        Let the graph go on without an update.
         """
         ...
 
@@ -51,12 +83,18 @@ class AttentionTask:
 
 class AttentionParams:
     """
-    Records attention operators at capture and refreshes them before replay.
+    Records attention operators at capture and refreshes them with every replay.
+
+    Args:
+        backend: The device.
+        update_first: Submit the updates before the replay.
     """
 
-    def __init__(self, backend: TaskBackend) -> None:
+    def __init__(self, backend: TaskBackend, *, update_first: bool = False) -> None:
         self.backend = backend
+        self.update_first = update_first
         self._tasks: defaultdict[BatchDescriptor, list[AttentionTask]] = defaultdict(list)
+        self._broken: dict[BatchDescriptor, BaseException] = {}
 
     def record(self, descriptor: BatchDescriptor, layer_name: str, issue: Issue, metadata: Any) -> None:
         """
@@ -65,25 +103,53 @@ class AttentionParams:
         handle = self.backend.record_task(partial(issue, metadata))
         self._tasks[descriptor].append(AttentionTask(layer_name, handle, issue))
 
-    def refresh(self, descriptor: BatchDescriptor, metadata: Mapping[str, Any]) -> None:
+    def replay(self, descriptor: BatchDescriptor, metadata: Mapping[str, Any], replay: Callable[[], Any]) -> Any:
         """
-        Give the graph of *descriptor* the parameters of this step.
+        Replay the graph of *descriptor* with the parameters of this step; the host does not wait.
 
         Args:
-            descriptor: The graph to be replayed next.
+            descriptor: The graph.
             metadata: By layer name, what the layer's operator is issued with.
+            replay: Submits the replay; its result is returned.
 
         Raises:
-            ReplayError: A layer of the graph has no metadata.
+            ReplayError: A layer of the graph has no metadata, or an earlier update of it failed; nothing was
+                submitted.
         """
-        for task in self._tasks[descriptor]:
-            layer_metadata = metadata.get(task.layer_name)
-            if layer_metadata is None:
-                raise ReplayError(f"no attention metadata for {task.layer_name} in a replay of {descriptor}")
-            self.backend.update_task(task.handle, partial(task.issue, layer_metadata))
+        if descriptor in self._broken:
+            msg = f"{descriptor} must be captured again before it is replayed: an update of its parameters failed"
+            raise ReplayError(msg) from self._broken[descriptor]
+        tasks = self._tasks[descriptor]
+        missing = [task.layer_name for task in tasks if task.layer_name not in metadata]
+        if missing:
+            raise ReplayError(f"no attention metadata for {', '.join(missing)} in a replay of {descriptor}")
+
+        self.backend.order_updates()
+        if self.update_first:
+            self._update(descriptor, tasks, metadata)
+            return replay()
+        output = replay()
+        self._update(descriptor, tasks, metadata)
+        return output
+
+    def _update(
+        self, descriptor: BatchDescriptor, tasks: list[AttentionTask], metadata: Mapping[str, Any]
+    ) -> None:
+        num_updated = 0
+        try:
+            for task in tasks:
+                self.backend.update_task(task.handle, partial(task.issue, metadata[task.layer_name]))
+                num_updated += 1
+        except BaseException as exc:
+            self._broken[descriptor] = exc
+            if not self.update_first:
+                for task in tasks[num_updated:]:
+                    self.backend.release_task(task.handle)
+            raise
 
     def forget(self, descriptor: BatchDescriptor) -> None:
         """
         Drop what was recorded for *descriptor*, whose graph is released or failed to be captured.
         """
         self._tasks.pop(descriptor, None)
+        self._broken.pop(descriptor, None)

@@ -120,8 +120,10 @@ class GraphPool:
             raise CaptureError(f"a graph is captured once: {key} exists; release it first")
         try:
             graph, weak_output, output = self.backend.capture(run, release_output=release_output)
-        except RuntimeError as exc:
+        except BaseException as exc:
             self.params.forget(key.descriptor)
+            if not isinstance(exc, RuntimeError):
+                raise  # a mistake in *run*, not of the device
             raise CaptureError(f"capturing {key} failed: {exc}") from exc
         pooled = self._graphs[key] = PooledGraph(key, graph, weak_output, addresses)
         return pooled, output

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -123,7 +124,8 @@ class ACLGraphWrapper:
         if graph is None:
             return self._capture(context, addresses, args, kwargs)
         if self._mode is RuntimeMode.FULL:
-            self.pool.params.refresh(graph.key.descriptor, context.attn_metadata)
+            replay = partial(graph.replay, addresses)
+            return self.pool.params.replay(graph.key.descriptor, context.attn_metadata, replay)
         return graph.replay(addresses)
 
     def _capture(self, context: Any, addresses: list[int], args: Any, kwargs: Any) -> Any:

@@ -25,6 +25,11 @@ class Unsupported:
 _OFF = "or set enforce_eager, which turns the dispatcher off"
 
 UNSUPPORTED = (
+    Unsupported(
+        "vLLM's own CPU worker",
+        lambda c: c.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker",
+        f"set --worker-cls aclgraph_dispatch.integrations.cpu.DispatchWorker, {_OFF}",
+    ),
     Unsupported("speculative decoding", lambda c: c.speculative_config is not None, f"drop it, {_OFF}"),
     Unsupported("LoRA", lambda c: c.lora_config is not None, f"drop it, {_OFF}"),
     Unsupported("tensor parallelism", lambda c: c.parallel_config.tensor_parallel_size > 1, f"use size 1, {_OFF}"),

@@ -1,5 +1,6 @@
 """The worker for the emulated NPU: `--worker-cls aclgraph_dispatch.integrations.cpu.DispatchWorker`."""
 
+import os
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,23 @@ from .model_runner import DispatchMixin
 from .platform import EmulatedNpuPlatform
 from .plugin import EMULATE
 
+EXPLORE = "ACLGRAPH_DISPATCH_EXPLORE"
+
+
+def explore_seed() -> int | None:
+    """
+    The seed of `ACLGRAPH_DISPATCH_EXPLORE`: every forward pass from the first on gets the next one.
+
+    Raises:
+        ConfigError: It is no integer.
+    """
+    value = os.environ.get(EXPLORE, "")
+    if not value:
+        return None
+    if not value.isdecimal():
+        raise ConfigError(f"{EXPLORE} must be an integer >= 0, the seed to explore from: {value!r}")
+    return int(value)
+
 
 class DispatchModelRunner(DispatchMixin, CPUModelRunner):
     """
@@ -28,10 +46,33 @@ class DispatchModelRunner(DispatchMixin, CPUModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         trace_attention_operators()
+        self._explore_seed = explore_seed()
+        self._synchronizations_before = 0
         self.install_dispatcher(vllm_config, NpuBackend(emulated, emulated.weak_ref_tensor))
 
+    def capture_model(self) -> int:
+        num_bytes = super().capture_model()
+        self._synchronizations_before = emulated.device.host_synchronizations
+        return num_bytes
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        # What reads the output next is no device operator here: CPU tensors are read without asking anyone. So the
+        # emulation runs everything to its end, where a device has a data dependency.
+        if self._explore_seed is None:
+            output = super()._model_forward(*args, **kwargs)
+            emulated.device.drain()
+            return output
+        self._explore_seed += 1
+        with emulated.explore(self._explore_seed, eager_operators=False):
+            return super()._model_forward(*args, **kwargs)
+
     def dispatch_report(self) -> dict[str, Any]:
-        return super().dispatch_report() | {"streams_held": emulated.device.streams_held}
+        free, total = emulated.mem_get_info()
+        return super().dispatch_report() | {
+            "streams_held": emulated.device.streams_held,
+            "graph_bytes": total - free,
+            "host_synchronizations": emulated.device.host_synchronizations - self._synchronizations_before,
+        }
 
 
 class DispatchWorker(cpu_worker.CPUWorker):
@@ -44,7 +85,11 @@ class DispatchWorker(cpu_worker.CPUWorker):
             super().init_device()
             return
         if not isinstance(current_platform, EmulatedNpuPlatform):
-            raise ConfigError(f"DispatchWorker runs on the emulated NPU: set {EMULATE}=1")
+            msg = (
+                f"DispatchWorker runs on the emulated NPU, not on {type(current_platform).__name__}: {EMULATE} must "
+                f"be 1: {os.environ.get(EMULATE)!r}; VLLM_PLUGINS, where set, must list aclgraph_dispatch_emulated"
+            )
+            raise ConfigError(msg)
         refuse_unsupported(self.vllm_config)
         # The stock worker builds its runner in here, by this name.
         with patch.object(cpu_worker, "CPUModelRunner", DispatchModelRunner):

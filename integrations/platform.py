@@ -81,3 +81,5 @@ class EmulatedNpuPlatform(CpuPlatform):
         sizes = sorted({*plan.full_sizes, *plan.piecewise_sizes})
         compilation.cudagraph_capture_sizes = sizes
         compilation.max_cudagraph_capture_size = sizes[-1] if sizes else 0
+        # The worker plans again, from what it is sent: without this it would take one mode's sizes for the other.
+        vllm_config.additional_config = DispatchConfig.pinned(vllm_config.additional_config, plan)

@@ -86,7 +86,9 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 NO_REFRESH = """
 from aclgraph_dispatch.params import AttentionParams
-AttentionParams.refresh = lambda self, descriptor, metadata: None
+AttentionParams._update = lambda self, descriptor, tasks, metadata: [
+    self.backend.release_task(task.handle) for task in tasks
+]
 """
 SHIFTED_INPUT = """
 from aclgraph_dispatch.integrations.cpu import DispatchModelRunner
@@ -99,9 +101,11 @@ DispatchModelRunner._model_forward = _model_forward
 _executor = ThreadPoolExecutor(max_workers=2)
 
 
-def start(variant: str, policy: str | None, prelude: str = "") -> "Future[EngineRun]":
+def start(
+    variant: str, policy: str | None, prelude: str = "", *, enforce_eager: bool = False
+) -> "Future[EngineRun]":
     """
-    Start the engine of *variant*: stock for no *policy*, else dispatched.
+    Start the engine of *variant*: stock for no *policy*, else with our worker.
     """
     model, load, options = VARIANTS[variant]
     engine = {
@@ -111,11 +115,10 @@ def start(variant: str, policy: str | None, prelude: str = "") -> "Future[Engine
         "max_num_seqs": MAX_NUM_SEQS,
         "seed": 0,
         "disable_log_stats": False,
+        "enforce_eager": enforce_eager or policy is None,
         **options,
     }
-    if policy is None:
-        engine["enforce_eager"] = True
-    else:
+    if policy is not None:
         engine["additional_config"] = {KEY: {"policy": policy}}
     return _executor.submit(run_engine, engine, LOADS[load](), emulate=policy is not None, prelude=prelude)
 

@@ -12,10 +12,11 @@ settings.load_profile("aclgraph_dispatch")
 MAX_QUERY_LEN = 4
 MAX_NUM_SEQS = 12
 
+prompt_lens = st.integers(1, 16)
 query_lens = st.integers(1, MAX_QUERY_LEN)
 policies = st.sampled_from(list(POLICIES))
 no_lora = st.just(0)
-allowed_modes = st.none() | st.frozensets(st.sampled_from(RuntimeMode))
+allowed_modes = st.none() | st.frozensets(st.sampled_from(RuntimeMode)) | st.just(frozenset(RuntimeMode))
 
 
 @st.composite
@@ -23,8 +24,8 @@ def decodes(draw, *, min_drafts=0, max_drafts=MAX_QUERY_LEN, lora_ids=no_lora):
     """
     A request whose newest token alone is missing from the KV cache, with or without drafts to verify.
     """
-    num_prompt = draw(st.integers(1, 40))
-    num_known = num_prompt + draw(st.integers(1, 40))
+    num_prompt = draw(prompt_lens)
+    num_known = num_prompt + draw(st.integers(1, 16))
     num_drafts = draw(st.integers(min_drafts, max_drafts))
     return ScheduledRequest(
         1 + num_drafts, num_known - 1, num_known, num_drafts, num_prompt, lora_id=draw(lora_ids)
@@ -36,8 +37,8 @@ def prefills(draw, *, lora_ids=no_lora):
     """
     A request that computes prompt tokens, whole or in chunks, or recomputes after a preemption.
     """
-    num_prompt = draw(st.integers(1, 40))
-    num_generated = draw(st.integers(0, 40))
+    num_prompt = draw(prompt_lens)
+    num_generated = draw(st.integers(0, 16))
     num_known = num_prompt + num_generated
     # Past the prompt, with one token missing, it would be a decode.
     num_computed = draw(st.integers(0, max(num_prompt - 1, num_known - 2)))
@@ -57,7 +58,7 @@ def scheduled_requests(draw, *, query_len=1, max_size=MAX_NUM_SEQS):
     """
     The requests of one step; steps of decodes only come up often enough to matter.
     """
-    lora_ids = st.integers(0, 3) if draw(st.booleans()) else no_lora
+    lora_ids = draw(st.sampled_from([no_lora, no_lora, no_lora, st.integers(0, 3)]))
     uniform = decodes(min_drafts=query_len - 1, max_drafts=query_len - 1, lora_ids=lora_ids)
     ragged = decodes(max_drafts=query_len - 1, lora_ids=lora_ids)
     prefill = prefills(lora_ids=lora_ids)
@@ -77,9 +78,9 @@ def capture_plans(draw, *, query_len=1, max_num_seqs=MAX_NUM_SEQS):
     """
     A plan that a server of this query length and number of requests can use; either mode may be empty.
     """
-    full_reqs = draw(st.sets(st.integers(1, max_num_seqs)))
-    piecewise_sizes = draw(st.sets(st.integers(1, 64), max_size=8))
-    return CapturePlan([reqs * query_len for reqs in sorted(full_reqs)], sorted(piecewise_sizes))
+    reqs = draw(st.sets(st.integers(1, max_num_seqs), min_size=draw(st.integers(0, min(3, max_num_seqs)))))
+    piecewise_sizes = draw(st.sets(st.integers(1, 64), min_size=draw(st.integers(0, 3)), max_size=8))
+    return CapturePlan([query_len * r for r in sorted(reqs)], sorted(piecewise_sizes))
 
 
 @st.composite

@@ -174,6 +174,33 @@ def test_left_out_arrays(requests):
     assert Batch.of(blind) == Batch.from_arrays(*arrays)
 
 
+@pytest.mark.parametrize("num_drafts", [None, np.zeros(1, dtype=np.int32)])
+def test_more_than_known(num_drafts):
+    """
+    Arrays are not checked; who computes beyond what is known is no decode, whatever was classified before.
+    """
+    classifier = Classifier(max_num_seqs=2)
+    one, two = columns([decode()], "num_scheduled", "num_computed", "num_known"), np.array([2], dtype=np.int32)
+
+    for _ in range(2):
+        assert classifier.classify(*one, num_drafts) == Batch(UNIFORM, 1, 1, 1)
+        assert classifier.classify(two, *one[1:], num_drafts) == Batch(PREFILL, 1, 2, 0)
+
+
+def test_defaults():
+    """
+    Unless told otherwise, requests have one token, no adapter, and were never preempted.
+    """
+    arrays = columns([decode()] * 2, "num_scheduled", "num_computed", "num_known")
+    expected = Batch(UNIFORM, 2, 2, 2, query_len=1, num_active_loras=0)
+
+    assert expected == Batch(UNIFORM, 2, 2, 2)
+    assert expected == Batch.of([decode()] * 2)
+    assert expected == Batch.from_arrays(*arrays)
+    assert expected == Classifier(max_num_seqs=2).classify(*arrays)
+    assert ScheduledRequest(1, 0, 1) == ScheduledRequest(1, 0, 1, 0, None, lora_id=0, resumed=False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

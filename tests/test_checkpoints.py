@@ -115,6 +115,17 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_place_that_cannot_be_written_is_an_error(tmp_path):
+    """
+    The message names path, cause and remedy.
+    """
+    (tmp_path / "file").touch()
+    directory = tmp_path / "file" / "gqa"
+
+    with pytest.raises(ConfigError, match=f"{directory} must be writable: .*; name another"):
+        write_checkpoint("gqa", directory)
+
+
 def test_unknown_name_is_an_error_naming_the_known_ones(tmp_path):
     """
     A misspelt model is told what there is.

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from aclgraph_dispatch import DispatchConfig
+from aclgraph_dispatch import CapturePlan, DispatchConfig
 from aclgraph_dispatch.errors import ConfigError, DispatchError
 
 PATH = "additional_config.aclgraph_dispatch"
@@ -155,3 +155,79 @@ def test_smallest_values():
     config = load({"full_sizes": [1], "threshold": 1})
 
     assert (config.full_sizes, config.threshold) == ((1,), 1)
+
+
+def capture_plan(value, *, policy="full_and_piecewise", ladder=(1, 2, 4, 8, 16), **limits):
+    """
+    The graphs of an engine of 8 requests and 64 tokens a step, unless *limits* say otherwise.
+    """
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits}
+    return load(value).capture_plan(policy, ladder, **limits)
+
+
+@pytest.mark.parametrize(
+    ("value", "engine", "full_sizes", "piecewise_sizes"),
+    [
+        # What is not configured is the engine's, as far as a step fills it.
+        ({}, {}, (1, 2, 4, 8), (1, 2, 4, 8, 16)),
+        ({}, {"ladder": ()}, (), ()),
+        ({}, {"ladder": [8, 4, 4, 1]}, (1, 4, 8), (1, 4, 8)),
+        ({}, {"max_num_batched_tokens": 4}, (1, 2, 4), (1, 2, 4)),
+        ({}, {"query_len": 4, "max_num_seqs": 2}, (4, 8), (1, 2, 4, 8, 16)),
+        ({"threshold": 4}, {}, (1, 2, 4), (1, 2, 4)),
+        ({"threshold": 12}, {}, (1, 2, 4, 8), (1, 2, 4, 8)),
+        # What is configured is taken as it is.
+        ({"full_sizes": [3, 8]}, {}, (3, 8), (1, 2, 4, 8, 16)),
+        ({"piecewise_sizes": [5, 64]}, {}, (1, 2, 4, 8), (5, 64)),
+        ({"full_sizes": [4, 12]}, {"query_len": 4}, (4, 12), (1, 2, 4, 8, 16)),
+        # No graph is captured that the policy never uses.
+        ({"piecewise_sizes": [8]}, {"policy": "full_decode_only"}, (1, 2, 4, 8), ()),
+        ({"full_sizes": [8]}, {"policy": "piecewise"}, (), (1, 2, 4, 8, 16)),
+        ({"full_sizes": [8], "piecewise_sizes": [8]}, {"policy": "eager"}, (), ()),
+    ],
+)
+def test_capture_plan(value, engine, full_sizes, piecewise_sizes):
+    """
+    The plan has the user's sizes, else the engine's, for the modes of the policy.
+    """
+    assert CapturePlan(full_sizes, piecewise_sizes) == capture_plan(value, **engine)
+
+
+@pytest.mark.parametrize(
+    ("value", "engine", "messages"),
+    [
+        (
+            {"full_sizes": [8, 9]},
+            {},
+            ["'full_sizes' must be <= max_num_seqs * query length = 8, no step fills more: 9"],
+        ),
+        (
+            {"full_sizes": [4, 8]},
+            {"max_num_batched_tokens": 4},
+            ["'full_sizes' must be <= max_num_batched_tokens = 4, no step fills more: 8"],
+        ),
+        (
+            {"full_sizes": [8, 9]},
+            {"max_num_batched_tokens": 8},
+            ["'full_sizes' must be <= max_num_batched_tokens = 8, no step fills more: 9"],
+        ),
+        (
+            {"full_sizes": [6, 36], "piecewise_sizes": [64, 65, 66]},
+            {"query_len": 4},
+            [
+                "'full_sizes' must be multiples of the query length 4: 6",
+                "'full_sizes' must be <= max_num_seqs * query length = 32, no step fills more: 36",
+                "'piecewise_sizes' must be <= max_num_batched_tokens = 64, no step fills more: 65",
+                "'piecewise_sizes' must be <= max_num_batched_tokens = 64, no step fills more: 66",
+            ],
+        ),
+    ],
+)
+def test_sizes_no_step_fills(value, engine, messages):
+    """
+    Sizes that this engine can never fill are refused, all at once, with the limit that forbids them.
+    """
+    with pytest.raises(ConfigError) as excinfo:
+        capture_plan(value, **engine)
+
+    assert f"{'; '.join(messages)} @ {PATH}" == str(excinfo.value)

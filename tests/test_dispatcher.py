@@ -1,7 +1,7 @@
 """From a classified batch to the graphs it meets."""
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 
 from aclgraph_dispatch import (
     POLICIES,
@@ -184,11 +184,15 @@ def test_classification_before_padding():
     assert route(dispatcher, Batch.of([*[decode] * 7, tail])) == (PIECEWISE, 8, Reason.MIXED)
 
 
-def test_default_policy():
+def test_defaults():
     """
-    Unless told otherwise, decodes meet FULL graphs and the rest PIECEWISE ones.
+    Unless told otherwise, decodes of one token meet FULL graphs and the rest PIECEWISE ones.
     """
-    assert Dispatcher(PLAN, max_num_seqs=4).policy == "full_and_piecewise"
+    dispatcher = Dispatcher(CapturePlan((3,), (8,)), max_num_seqs=4)
+
+    [part] = dispatcher.dispatch(decodes(3)).parts
+    assert BatchDescriptor(FULL, 3, num_reqs=3, query_len=1) == part.descriptor
+    assert dispatcher.policy == "full_and_piecewise"
 
 
 # Properties
@@ -211,6 +215,7 @@ def test_parts_partition_the_batch(step):
     assert (batch.num_reqs, batch.num_tokens) == (request, token)
 
 
+@settings(max_examples=300)
 @given(steps())
 def test_graphs_hold_their_parts(step):
     """
@@ -233,6 +238,7 @@ def test_graphs_hold_their_parts(step):
             assert part.requests[1] - part.requests[0] <= part.descriptor.num_reqs
 
 
+@settings(max_examples=300)
 @given(steps())
 def test_first_mode_that_fits(step):
     """

@@ -36,6 +36,17 @@ def test_descriptor_is_the_whole_key(change):
     assert attrs.evolve(FULL_8, **change) not in graphs
 
 
+def test_descriptor_defaults():
+    """
+    Unless told otherwise a graph takes any requests, without adapters, of the target model.
+    """
+    expected = BatchDescriptor(
+        RuntimeMode.PIECEWISE, 8, num_reqs=None, query_len=None, num_active_loras=0, role="target"
+    )
+
+    assert expected == BatchDescriptor(RuntimeMode.PIECEWISE, 8)
+
+
 def test_no_graph_of_nothing():
     """
     A graph has at least one token.

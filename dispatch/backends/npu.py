@@ -3,10 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
 from torch.utils._pytree import tree_map_only
 
 from ..pool import Graph
+
+
+@attrs.frozen
+class UpdatableTask:
+    """
+    A captured operator: its task group, and the event that the graph waits for before it.
+    """
+
+    group: Any
+    event: Any
 
 
 class NpuBackend:
@@ -53,22 +64,41 @@ class NpuBackend:
         # tensors themselves, which must live until the graphs captured next have read them.
         return graph, self._weak_ref(output), output
 
-    def record_task(self, run: Callable[[], None]) -> Any:
+    def record_task(self, run: Callable[[], None]) -> UpdatableTask:
         """
-        Capture the one operator that *run* issues so that its arguments can be replaced; return its handle.
+        Capture a wait for an update, then the one operator that *run* issues; return its handle.
         """
         stream = self.npu.current_stream()
+        event = self.npu.ExternalEvent()
+        event.wait(stream)
+        event.reset(stream)
         self.npu.graph_task_group_begin(stream)
         run()
-        return self.npu.graph_task_group_end(stream)
+        return UpdatableTask(self.npu.graph_task_group_end(stream), event)
 
-    def update_task(self, handle: Any, run: Callable[[], None]) -> None:
+    def order_updates(self) -> None:
+        """
+        Let updates to come wait for the replays submitted so far to the current stream.
+        """
+        self.update_stream.wait_stream(self.npu.current_stream())
+
+    def update_task(self, handle: UpdatableTask, run: Callable[[], None]) -> None:
         """
         Replace the arguments of a captured operator by those that *run* issues it with.
         """
-        self.npu.graph_task_update_begin(self.update_stream, handle)
-        run()
-        self.npu.graph_task_update_end(self.update_stream)
+        with self.npu.stream(self.update_stream):
+            self.npu.graph_task_update_begin(self.update_stream, handle.group)
+            try:
+                run()
+            finally:
+                self.npu.graph_task_update_end(self.update_stream)
+            handle.event.record(self.update_stream)
+
+    def release_task(self, handle: UpdatableTask) -> None:
+        """
+        Let the graph go on without an update.
+        """
+        handle.event.record(self.update_stream)
 
     def _weak_ref(self, output: Any) -> Any:
         return tree_map_only(torch.Tensor, self._weak_ref_tensor, output)

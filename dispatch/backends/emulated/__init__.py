@@ -1,6 +1,8 @@
 """
-A `torch.npu` on CPU tensors: the same names with the same semantics, in the *inline* schedule, where every
-operation has run when its call returns.
+A `torch.npu` on CPU tensors: the same names with the same semantics.
+
+`device`, `explore`, `register_composite`, `weak_ref_tensor` are the emulation's own: the state of the device, the
+schedule that runs it behind the host, what graphs trace into, and what vllm-ascend has a C++ operator for.
 """
 
 from .device import (
@@ -12,24 +14,28 @@ from .device import (
     stream,
     synchronize,
 )
-from .graphs import (
-    NPUGraph,
-    graph,
-    graph_pool_handle,
+from .events import Event, ExternalEvent
+from .explore import explore
+from .graphs import NPUGraph, graph
+from .mempool import empty_cache, graph_pool_handle, mem_get_info, weak_ref_tensor
+from .operator import register_composite
+from .task_update import (
     graph_task_group_begin,
     graph_task_group_end,
     graph_task_update_begin,
     graph_task_update_end,
-    weak_ref_tensor,
 )
-from .operator import register_composite
 
 __all__ = [
+    "Event",
+    "ExternalEvent",
     "NPUGraph",
     "Stream",
     "current_stream",
     "default_stream",
     "device",
+    "empty_cache",
+    "explore",
     "graph",
     "graph_pool_handle",
     "graph_task_group_begin",
@@ -37,6 +43,7 @@ __all__ = [
     "graph_task_update_begin",
     "graph_task_update_end",
     "is_current_stream_capturing",
+    "mem_get_info",
     "register_composite",
     "stream",
     "synchronize",

@@ -1,85 +1,52 @@
 """
 Graphs on the emulated device, with the names and semantics of `torch.npu`.
 
+Theory of operation
+-------------------
+A capture starts on one stream, and other streams join it by waiting for an event recorded in it. What is noted
+on a stream of the capture forms a *lane*; events recorded and awaited within the capture are *marks* between
+lanes. All lanes must have rejoined the first when the capture ends. Each lane holds a stream of the device until
+the graph is reset.
+
+A replay is one command of the stream it is issued on. Inline, the tasks run in the order in which they were
+noted, which respects all marks; an exploring schedule advances the lanes independently.
+
 Graphs that share a memory pool reuse one another's memory: what a graph returned and nobody held on to when a
 later graph was captured, that later graph may overwrite whenever it is replayed. Here the reuse is played: a
-weakly held output of one graph becomes NaN when a graph captured after its last owner had gone is replayed.
+weakly held output of one graph becomes NaN when a graph captured after its last owner had gone is replayed, and
+an exploring schedule reports who reads it afterwards.
 """
 
 import itertools
+import time
 import weakref
+from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-import attrs
 import torch
 
-from .device import Stream, device
+from .device import Explore, Stream, device, synchronize
 from .device import stream as _stream
-from .recorder import Recorder, Task, UpdateRecorder, alias, poison
+from .events import ExternalEvent
+from .faults import FreedInputError
+from .mempool import Block, Mempool, MempoolId, address_of, empty_cache, mempools, own_pool, owners, weak_refs
+from .recorder import Recorder, Task, poison
+from .replay import (
+    ExploredReplay,
+    InlineReplay,
+    Item,
+    Mark,
+    MarkWait,
+    Note,
+    Segment,
+    Wait,
+    segments,
+    unjoined,
+)
 
-MempoolId = tuple[int, int]
-
-_mempool_ids = itertools.count(1)
-
-
-@attrs.define(eq=False)
-class Block:
-    """
-    Memory of a weakly held output; `owner` is the tensor the captured function returned.
-    """
-
-    tensor: torch.Tensor
-    owner: "weakref.ref[torch.Tensor]"
-
-
-@attrs.define(eq=False)
-class Mempool:
-    """
-    Memory shared by graphs: its weakly held outputs, and those that still hold their graph's last results.
-    """
-
-    blocks: set[Block] = attrs.field(factory=set)
-    fresh: set[Block] = attrs.field(factory=set)
-
-
-_mempools: dict[MempoolId, Mempool] = {}
-_owners: "weakref.WeakValueDictionary[int, NPUGraph]" = weakref.WeakValueDictionary()
-"""Address of a storage: the graph that made it."""
-
-
-def graph_pool_handle() -> MempoolId:
-    """
-    A new memory pool that graphs can share.
-    """
-    return (0, next(_mempool_ids))
-
-
-def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """
-    Another tensor on the memory of *tensor* that does not keep it from being reused by later graphs.
-    """
-    graph = _owner(tensor)
-    if graph is not None:
-        graph.hold_weakly(tensor)
-    result: torch.Tensor = alias(tensor)
-    return result
-
-
-def _owner(tensor: torch.Tensor) -> "NPUGraph | None":
-    """
-    The graph whose operations made the memory of *tensor*; nobody reuses what was there before.
-    """
-    address = _address(tensor)
-    capturing: NPUGraph | None = device.capturing
-    if capturing is not None and any(_address(made) == address for made in capturing.recorder.fresh):
-        return capturing
-    return _owners.get(address)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    address: int = tensor.untyped_storage().data_ptr()
-    return address
+_graphs: "weakref.WeakSet[NPUGraph]" = weakref.WeakSet()
 
 
 class NPUGraph:
@@ -87,15 +54,32 @@ class NPUGraph:
     A captured sequence of operations.
     """
 
+    _ids = itertools.count()
+
     def __init__(self) -> None:
-        self._tasks: list[Task] | None = None
+        self.graph_id = next(self._ids)
+        self.lanes: dict[Stream, None] = {}
+        """Streams that take part in the capture, the first one first."""
+        self.num_replays = 0
+        self.capture_seconds = 0.0
+        self.kept_bytes = 0
+        """Bytes of outputs."""
+        self.transient_bytes = 0
+        """Bytes of intermediate results, shared with the other graphs of the memory pool."""
+        self._items: list[Item] | None = None
+        self._segments: list[Segment] = []
         self._recorder: Recorder | None = None
         self._pool: MempoolId | None = None
         self._memory = Mempool()
-        self._made: list[torch.Tensor] = []
         self._victims: frozenset[Block] = frozenset()
         self._blocks: set[Block] = set()
-        self._holds_stream = False
+        self._inputs: list[tuple[int, torch.Tensor]] = []
+        """Memory that it did not make, by address."""
+        self._updatable: list[Task] = []
+        self._made: list[torch.Tensor] = []
+        self._num_streams = 0
+        self._start = 0.0
+        _graphs.add(self)
 
     def capture_begin(self, pool: MempoolId | None = None, capture_error_mode: str = "global") -> None:
         """
@@ -104,18 +88,24 @@ class NPUGraph:
         Raises:
             RuntimeError: It cannot start; the text says why.
         """
-        if self._tasks is not None:
-            raise RuntimeError("This NPUGraph instance already owns a captured graph. Call reset() first.")
+        if self._items is not None:
+            raise RuntimeError(
+                "This NPUGraph instance already owns a captured graph. "
+                "To capture a new graph, create a new instance."
+            )
         if capture_error_mode not in ("global", "thread_local", "relaxed"):
-            raise RuntimeError(f"Unknown capture error mode: {capture_error_mode}")
+            raise RuntimeError(
+                "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got "
+                f"{capture_error_mode}"
+            )
         device.refuse_while_capturing("begin another capture")
         if device.current_stream is device.default_stream:
             raise RuntimeError("NPU graphs must be captured on a non-default stream.")
-        device.acquire_stream()
-        self._holds_stream = True
-        self._pool = pool or (next(_mempool_ids), 0)
-        self._memory = _mempools.setdefault(self._pool, Mempool())
-        self._victims = frozenset(block for block in self._memory.blocks if block.owner() is None)
+        self._start = time.perf_counter()
+        self._join(device.current_stream, "aclmdlRICaptureBegin")
+        self._pool = pool or own_pool()
+        self._memory = mempools.setdefault(self._pool, Mempool())
+        self._victims = self._memory.dropped()
         self._recorder = Recorder()
         device.capturing = self
         self._recorder.__enter__()
@@ -123,28 +113,57 @@ class NPUGraph:
     def capture_end(self) -> None:
         """
         Stop to capture; the results become unspecified until the first replay.
+
+        Raises:
+            RuntimeError: It must end on the stream it began on, and all streams that joined must be back.
         """
-        self._tasks = self._stop().tasks
-        for tensor in self._made:
+        first = next(iter(self.lanes), None)
+        recorder = self._stop()
+        if device.current_stream is not first:
+            self.reset()
+            raise RuntimeError("Capture must end on the same stream it began on.")
+        stray = unjoined(recorder.items, first)
+        if stray:
+            self.reset()
+            raise RuntimeError(
+                f"capture ended with unjoined work on {', '.join(map(str, stray))}: a stream that waited for the "
+                "capturing stream must be waited for by it before the end"
+            )
+        self._items = recorder.items
+        self._segments = segments(recorder.items)
+        sizes = {address_of(t): t.untyped_storage().nbytes() for t in recorder.fresh}
+        tasks = [item for item in recorder.items if isinstance(item, Task)]
+        reads = [(address_of(tensor), tensor) for task in tasks for tensor in task.reads]
+        self._inputs = [(address, tensor) for address, tensor in reads if address not in sizes]
+        self._updatable = [task for task in tasks if task.group is not None]
+        kept = {address_of(block.tensor) for block in self._blocks}
+        self.kept_bytes = sum(size for address, size in sizes.items() if address in kept)
+        self.transient_bytes = sum(sizes.values()) - self.kept_bytes
+        self._memory.graphs.add(self)
+        for tensor in recorder.fresh:
             poison(tensor)
+        self.capture_seconds = time.perf_counter() - self._start
 
     def replay(self) -> None:
         """
-        Run the captured operations.
+        Submit the captured operations to the current stream.
 
         Raises:
             RuntimeError: There are none.
+            FreedInputError: Memory that they read was given up (explored only).
         """
-        if self._tasks is None:
+        if self._items is None:
             raise RuntimeError("Called NPUGraph::replay without a preceding successful capture.")
-        fresh = self._memory.fresh
-        for block in fresh & self._victims:
-            poison(block.tensor)
-            fresh.discard(block)
-        with torch.inference_mode():
-            for task in self._tasks:
-                task.run()
-        fresh.update(self._blocks)
+        device.refuse_while_capturing("replay a graph")
+        self.num_replays += 1
+        if isinstance(device.schedule, Explore):
+            self._refuse_freed_inputs()
+            device.current_stream.submit(ExploredReplay(self, self._items, device.schedule))
+            if device.schedule.host_reads and not any(wait for wait, _ in self._segments):
+                # The operators that follow are the host's here, and read what this graph writes.
+                device.drain()
+        else:
+            device.current_stream.submit(InlineReplay(self, self._segments))
 
     def reset(self) -> None:
         """
@@ -152,48 +171,128 @@ class NPUGraph:
         """
         if self._recorder is not None:
             self._stop()
-        self._tasks = None
+        self._items = None
+        self._segments = []
+        self._inputs = []
+        self._updatable = []
         for tensor in self._made:
-            _owners.pop(_address(tensor), None)
+            owners.pop(address_of(tensor), None)
         self._made = []
-        self._memory.blocks -= self._blocks
-        self._memory.fresh -= self._blocks
+        self._memory.forget(self._blocks)
+        self._memory.graphs.discard(self)
         self._blocks = set()
-        if self._holds_stream:
-            device.release_stream()
-            self._holds_stream = False
+        self.kept_bytes = self.transient_bytes = 0
+        self.lanes = {}
+        device.release_streams(self._num_streams)
+        self._num_streams = 0
 
     def pool(self) -> MempoolId:
         """
         The handle of the memory pool.
         """
-        if self._tasks is None or self._pool is None:
+        if self._items is None or self._pool is None:
             raise RuntimeError("Called NPUGraph::pool() without a preceding successful capture.")
         return self._pool
+
+    def update(self, cpu_update_input: list[dict[str, Any]]) -> None:
+        """
+        Not emulated: graphs here are captured without automatic dispatch.
+        """
+        raise RuntimeError("NPUGraph.update needs a graph captured with auto_dispatch_capture=True")
+
+    def debug_dump(self, debug_path: str) -> None:
+        """
+        Write the captured operations to *debug_path*, one a line.
+        """
+        if self._items is None:
+            raise RuntimeError("Called NPUGraph::debug_dump without a preceding successful capture.")
+        with open(debug_path, "w", encoding="utf-8") as file:
+            file.writelines(f"{item.lane}: {item}\n" for item in self._items)
 
     @property
     def num_tasks(self) -> int:
         """
-        Operations a replay runs.
+        Operators a replay runs.
         """
-        return len(self._tasks or ())
+        return sum(isinstance(item, Task) for item in self._items or ())
 
-    def hold_weakly(self, tensor: torch.Tensor) -> None:
+    @property
+    def overloads(self) -> list[Any]:
         """
-        Note that *tensor*, an output, is kept by nobody but its present owners.
+        The operators a replay runs, in order.
         """
-        block = Block(alias(tensor), weakref.ref(tensor))
+        return [item.overload for item in self._items or () if isinstance(item, Task)]
+
+    def hold_weakly(self, block: Block) -> None:
+        """
+        Note an output that is kept by nobody but its present owners.
+        """
         self._blocks.add(block)
         self._memory.blocks.add(block)
+        if self._items is not None:
+            self.kept_bytes += block.tensor.untyped_storage().nbytes()
+
+    def made(self, address: int) -> bool:
+        """
+        Whether the capture going on made the memory at *address*.
+        """
+        return any(address_of(tensor) == address for tensor in self.recorder.fresh)
 
     @property
     def recorder(self) -> Recorder:
         """
         What notes the operations while capturing.
         """
-        if self._recorder is None:
-            raise RuntimeError("graph task groups can only be used while the stream is capturing")
+        assert self._recorder is not None
         return self._recorder
+
+    def note_wait(self, stream: Stream, event: ExternalEvent) -> None:
+        """
+        Note that *stream* waits for an external event.
+        """
+        self.recorder.items.append(Wait(stream, event))
+
+    def note_call(self, stream: Stream, function: Callable[[], None]) -> None:
+        """
+        Note a record or reset of an external event.
+        """
+        self.recorder.items.append(Note(stream, function))
+
+    def record_mark(self, stream: Stream) -> Mark:
+        """
+        Note a record of an event within the capture.
+        """
+        mark = Mark(stream)
+        self.recorder.items.append(mark)
+        return mark
+
+    def wait_mark(self, stream: Stream, mark: Mark) -> None:
+        """
+        Note that *stream* waits for *mark*; it joins the capture thereby.
+
+        Raises:
+            RuntimeError: No stream is left for it.
+        """
+        if stream not in self.lanes:
+            self._join(stream, "New capture stream")
+        self.recorder.items.append(MarkWait(stream, mark))
+
+    def begin_replay(self) -> None:
+        """
+        Let a replay take the memory of dropped outputs.
+        """
+        self._memory.overwrite(self._victims, self._blocks, self)
+
+    def end_replay(self) -> None:
+        """
+        Its outputs hold results now.
+        """
+        self._memory.fresh |= self._blocks
+
+    def _join(self, stream: Stream, what: str) -> None:
+        device.acquire_stream(what)
+        self._num_streams += 1
+        self.lanes[stream] = None
 
     def _stop(self) -> Recorder:
         recorder = self._recorder
@@ -202,13 +301,37 @@ class NPUGraph:
         recorder.__exit__(None, None, None)
         self._recorder = None
         device.capturing = None
-        self._made = recorder.fresh
+        self._made = recorder.fresh  # kept, so that no address in `owners` is given to anybody else
         for tensor in self._made:
-            _owners[_address(tensor)] = self
+            owners[address_of(tensor)] = self
         return recorder
+
+    def _refuse_freed_inputs(self) -> None:
+        aliases = _aliases()
+        for address, tensor in dict(self._inputs).items():
+            storage = tensor.untyped_storage()
+            # Its users: graphs through their aliases, this very handle, and whoever else still owns it.
+            if torch._C._storage_Use_Count(storage._cdata) <= aliases[address] + 1:
+                raise FreedInputError(
+                    f"{self} reads a tensor of shape {tuple(tensor.shape)} that was freed since its capture: its "
+                    "owner was rebound to another tensor; update it in place instead"
+                )
+
+    def __repr__(self) -> str:
+        return f"graph {self.graph_id} of {self.num_tasks} operators"
 
     def __del__(self) -> None:
         self.reset()
+
+
+def _aliases() -> Counter[int]:
+    """
+    How many tensors hold the memory at an address without owning it: arguments of graphs, and weak references.
+    """
+    held = {id(tensor): address for graph in _graphs for address, tensor in graph._inputs}
+    updated = [tensor for graph in _graphs for task in graph._updatable for tensor in task.reads]
+    held |= {id(tensor): address_of(tensor) for tensor in [*updated, *weak_refs] if id(tensor) not in held}
+    return Counter(held.values())
 
 
 class graph:  # noqa: N801 -- the name of torch.npu
@@ -236,7 +359,9 @@ class graph:  # noqa: N801 -- the name of torch.npu
         self._mode = capture_error_mode
         self._context: Any = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
+        synchronize()
+        empty_cache()
         self._context = _stream(self._stream)
         self._context.__enter__()
         try:
@@ -244,7 +369,6 @@ class graph:  # noqa: N801 -- the name of torch.npu
         except BaseException:
             self._context.__exit__(None, None, None)
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
@@ -253,68 +377,3 @@ class graph:  # noqa: N801 -- the name of torch.npu
             self._graph.capture_end()
         finally:
             self._context.__exit__(None, None, None)
-
-
-@attrs.frozen(eq=False)
-class TaskGroup:
-    """
-    Handle of captured operations whose arguments can be replaced.
-    """
-
-    task_group: tuple[Task, ...]
-
-
-def graph_task_group_begin(stream: Stream) -> None:
-    """
-    Start a group in the graph being captured on *stream*.
-    """
-    recorder = _capturing()
-    recorder.group_start = len(recorder.tasks)
-
-
-def graph_task_group_end(stream: Stream) -> TaskGroup:
-    """
-    End the group.
-    """
-    recorder = _capturing()
-    if recorder.group_start is None:
-        raise RuntimeError("graph_task_group_end without graph_task_group_begin")
-    group = TaskGroup(tuple(recorder.tasks[recorder.group_start :]))
-    recorder.group_start = None
-    return group
-
-
-_updates: dict[int, UpdateRecorder] = {}
-
-
-def graph_task_update_begin(stream: Stream, handle: TaskGroup) -> None:
-    """
-    Start to replace the arguments of a group: the operators called until `graph_task_update_end` must be those
-    captured, and are not run.
-    """
-    device.refuse_while_capturing("update a task")
-    if stream.stream_id in _updates:
-        raise RuntimeError("graph_task_update_begin while an update is open on this stream")
-    _updates[stream.stream_id] = UpdateRecorder(handle.task_group)
-    _updates[stream.stream_id].__enter__()
-
-
-def graph_task_update_end(stream: Stream) -> None:
-    """
-    Replace the arguments, in the order of *stream*: inline, at once.
-
-    Raises:
-        RuntimeError: Other operators were called than captured, in number or in kind.
-    """
-    update = _updates.pop(stream.stream_id, None)
-    if update is None:
-        raise RuntimeError("graph_task_update_end without graph_task_update_begin")
-    update.__exit__(None, None, None)
-    update.apply()
-
-
-def _capturing() -> Recorder:
-    if device.capturing is None:
-        raise RuntimeError("graph task groups can only be used while the stream is capturing")
-    recorder: Recorder = device.capturing.recorder
-    return recorder

@@ -94,9 +94,11 @@ def _parts(overload: OpOverload, has_out: bool) -> Callable[..., Any] | None:
     are known to do nothing besides.
     """
     reads_alias = any(a.alias_info is not None and not a.alias_info.is_write for a in overload._schema.arguments)
-    if (reads_alias or (overload.namespace == "aten" and not has_out)) and overload._can_decompose():
-        decompose: Callable[..., Any] = overload.decompose
-        return decompose
+    is_unknown = reads_alias or (overload.namespace == "aten" and not has_out)
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if is_unknown and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key):
+        # Not `decompose`: it prefers compositions in Python, which are others (`dropout` copies there).
+        return functools.partial(overload._op_dk, key)
     return None
 
 

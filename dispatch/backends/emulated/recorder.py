@@ -20,16 +20,21 @@ All tensors are noted as aliases. The tensor objects handed to the captured func
 drops them, and that tells which memory later graphs of the same memory pool may reuse (see `graphs`).
 """
 
+import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from .device import device
 from .operator import Operator, operator
+
+if TYPE_CHECKING:
+    from .task_update import TaskGroup
 
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 
@@ -39,30 +44,58 @@ class Task:
     One noted operation; its arguments can be replaced by a task update.
     """
 
-    __slots__ = ("outputs", "overload", "run")
+    __slots__ = ("args", "group", "kwargs", "lane", "outputs", "overload", "run")
 
     def __init__(self, overload: OpOverload, outputs: tuple[torch.Tensor, ...]) -> None:
         self.overload = overload
         self.outputs = outputs
+        self.lane = device.current_stream
+        self.group: TaskGroup | None = None
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
         self.run: Callable[[], Any]
+
+    def __repr__(self) -> str:
+        return str(self.overload)
+
+    @property
+    def reads(self) -> tuple[torch.Tensor, ...]:
+        """
+        Tensors among the arguments.
+        """
+        return _tensors((*self.args, *self.kwargs.values()))
+
+    @property
+    def writes_in_place(self) -> bool:
+        """
+        Whether its call writes to tensors that it is given, rather than to fresh ones that are then copied.
+        """
+        return not self.outputs or operator(self.overload).out is not None
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """
         Set the arguments; tensors among them by reference, all else by value.
         """
-        # `_op` is the operator without its Python front: a third less time per call.
-        if not self.outputs:
-            self.run = functools.partial(self.overload._op, *args, **kwargs)
-            return
-        variant = operator(self.overload).out
-        if variant is None:
+        self.args = args
+        self.kwargs = kwargs
+        if self.writes_in_place:
+            overload, args, kwargs = self.call()
+            # `_op` is the operator without its Python front: a third less time per call.
+            self.run = functools.partial(overload._op, *args, **kwargs)
+        else:
             self.run = functools.partial(_run_and_copy, self.overload, args, kwargs, self.outputs)
-            return
+
+    def call(self) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
+        """
+        The operator that a replay calls, and its arguments.
+        """
+        variant = operator(self.overload).out
+        if not self.outputs or variant is None:
+            return self.overload, self.args, self.kwargs
         overload, names = variant
         accepted = {argument.name for argument in overload._schema.arguments}
-        kwargs = {name: value for name, value in kwargs.items() if name in accepted}
-        outputs = dict(zip(names, self.outputs, strict=True))
-        self.run = functools.partial(overload._op, *args, **kwargs, **outputs)
+        kwargs = {name: value for name, value in self.kwargs.items() if name in accepted}
+        return overload, self.args, kwargs | dict(zip(names, self.outputs, strict=True))
 
 
 class Recorder(TorchDispatchMode):
@@ -72,7 +105,8 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tasks: list[Task] = []
+        self.items: list[Any] = []
+        """Tasks, and what the graph notes between them."""
         self.fresh: list[torch.Tensor] = []
         """Results and allocations made during capture."""
         self.group_start: int | None = None
@@ -86,7 +120,7 @@ class Recorder(TorchDispatchMode):
         if op.body is not None:
             with self:
                 return op.body(*args, **kwargs)
-        if op.needs_host or _selects_by_mask(op, args):
+        if op.needs_host or selects_by_mask(op, args):
             raise RuntimeError(
                 f"operation not permitted when stream is capturing: {func} needs a value on the host"
             )
@@ -106,7 +140,7 @@ class Recorder(TorchDispatchMode):
             return result
         task = Task(func, alias(tensors))
         task.bind(*alias((args, kwargs)))
-        self.tasks.append(task)
+        self.items.append(task)
         if not is_given:
             self.fresh += task.outputs
         return result
@@ -115,14 +149,16 @@ class Recorder(TorchDispatchMode):
         """
         Note an operator that is not run, and return the arguments it would have written.
         """
-        outs = tuple(kwargs[argument.name] for argument in op.overload._schema.arguments if argument.is_out)
-        if any(tensor.untyped_storage().nbytes() == 0 for tensor in outs):
+        outs = _tensors(
+            [kwargs.get(argument.name) for argument in op.overload._schema.arguments if argument.is_out]
+        )
+        if op.is_aten and outs and all(tensor.untyped_storage().nbytes() == 0 for tensor in outs):
             # `out=torch.empty(0)`: the operator makes room itself, and only running it tells how much.
             op.overload(*args, **kwargs)
             self.fresh += alias(outs)
         task = Task(op.overload, ())
         task.bind(*alias((args, kwargs)))
-        self.tasks.append(task)
+        self.items.append(task)
         return written(op, args, kwargs)
 
 
@@ -155,12 +191,9 @@ class UpdateRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         return task.outputs[0] if len(task.outputs) == 1 else task.outputs
 
-    def apply(self) -> None:
+    def check(self) -> None:
         """
-        Give the tasks their new arguments.
-
-        Raises:
-            RuntimeError: The operators differ from those captured, in number or in kind.
+        Raise if the operators differ from those captured, in number or in kind.
         """
         captured = [task.overload for task in self.tasks]
         called = [func for func, _, _ in self.calls]
@@ -168,25 +201,44 @@ class UpdateRecorder(TorchDispatchMode):
             raise RuntimeError(
                 f"a task update must issue the operators of its task group, {captured}; got {called}"
             )
+
+    def apply(self) -> None:
+        """
+        Give the tasks their new arguments.
+        """
         for task, (_, args, kwargs) in zip(self.tasks, self.calls, strict=True):
             task.bind(args, kwargs)
 
 
 def alias(values: Any) -> Any:
     """
-    Replace every tensor by another object on the same memory.
+    Replace every tensor in nested tuples, lists and dictionaries by another object on the same memory.
     """
-    # Not `aten.alias`: outside of inference mode a view keeps the object that it is a view of.
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.data, values)
+    if isinstance(values, torch.Tensor):
+        # Not `aten.alias`: outside of inference mode a view keeps the object that it is a view of.
+        return values.data
+    if type(values) in (tuple, list):
+        return type(values)([alias(value) for value in values])
+    if type(values) is dict:
+        return {name: alias(value) for name, value in values.items()}
+    return values
 
 
 def poison(tensor: torch.Tensor) -> None:
     """
-    Overwrite *tensor* with what nobody can mistake for a result.
+    Overwrite *tensor* with what nobody can mistake for a result: NaN, whose bits are all ones.
     """
     if tensor.is_floating_point():
-        with torch.inference_mode():
-            tensor.fill_(float("nan"))
+        _overwrite(tensor, 0xFF)
+
+
+def _overwrite(tensor: torch.Tensor, byte: int) -> None:
+    # Not an operator: no mode must see it, and none may be delayed.
+    if tensor.is_contiguous():
+        ctypes.memset(tensor.data_ptr(), byte, tensor.nbytes)
+    else:
+        storage = tensor.untyped_storage()
+        ctypes.memset(storage.data_ptr(), byte, storage.nbytes())
 
 
 def written(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -215,14 +267,10 @@ def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _make_harmless(tensor: torch.Tensor) -> None:
-    if tensor.is_floating_point():
-        poison(tensor)
-    else:
-        with torch.inference_mode():
-            tensor.zero_()
+    _overwrite(tensor, 0xFF if tensor.is_floating_point() else 0)
 
 
-def _selects_by_mask(op: Operator, args: tuple[Any, ...]) -> bool:
+def selects_by_mask(op: Operator, args: tuple[Any, ...]) -> bool:
     """
     Whether an index is a mask: the size of the result then depends on values.
     """

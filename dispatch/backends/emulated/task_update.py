@@ -1,0 +1,93 @@
+"""Task groups: captured operators whose arguments can be replaced."""
+
+import attrs
+
+from .device import Call, Stream, device
+from .recorder import Recorder, Task, UpdateRecorder
+
+
+@attrs.define(eq=False)
+class TaskGroup:
+    """
+    Handle of captured operators.
+
+    Args:
+        task_group: The operators.
+        num_submitted: Updates so far; the emulation's own, as the next.
+        num_applied: Those that have taken effect.
+    """
+
+    task_group: tuple[Task, ...]
+    num_submitted: int = 0
+    num_applied: int = 0
+
+
+def graph_task_group_begin(stream: Stream) -> None:
+    """
+    Start a group in the graph being captured on *stream*.
+    """
+    recorder = _recorder(stream)
+    if recorder.group_start is not None:
+        raise RuntimeError("graph_task_group_begin within a group")
+    recorder.group_start = len(recorder.items)
+
+
+def graph_task_group_end(stream: Stream) -> TaskGroup:
+    """
+    End the group.
+    """
+    recorder = _recorder(stream)
+    if recorder.group_start is None:
+        raise RuntimeError("graph_task_group_end without graph_task_group_begin")
+    tasks = tuple(item for item in recorder.items[recorder.group_start :] if isinstance(item, Task))
+    recorder.group_start = None
+    group = TaskGroup(tasks)
+    for task in tasks:
+        task.group = group
+    return group
+
+
+_updates: dict[Stream, tuple[TaskGroup, UpdateRecorder]] = {}
+
+
+def graph_task_update_begin(stream: Stream, handle: TaskGroup) -> None:
+    """
+    Start to replace the arguments of a group: the operators called until `graph_task_update_end` must be those
+    captured, and are not run.
+
+    Raises:
+        RuntimeError: *stream* is capturing, or an update is open on it.
+    """
+    device.refuse_while_capturing("update a task")
+    if stream in _updates:
+        raise RuntimeError("graph_task_update_begin while an update is open on this stream")
+    _updates[stream] = handle, UpdateRecorder(handle.task_group)
+    _updates[stream][1].__enter__()
+
+
+def graph_task_update_end(stream: Stream) -> None:
+    """
+    Submit the replacement to *stream*: it takes effect when all that the stream holds now has run.
+
+    Raises:
+        RuntimeError: Other operators were called than captured, in number or in kind; nothing is replaced.
+    """
+    group, update = _updates.pop(stream, (None, None))
+    if group is None or update is None:
+        raise RuntimeError("graph_task_update_end without graph_task_update_begin")
+    update.__exit__(None, None, None)
+    update.check()
+    group.num_submitted += 1
+
+    def apply() -> None:
+        update.apply()
+        group.num_applied += 1
+
+    stream.submit(Call(apply))
+
+
+def _recorder(stream: Stream) -> Recorder:
+    if device.capturing is None or stream not in device.capturing.lanes:
+        raise RuntimeError("graph task groups can only be used while the stream is capturing")
+    recorder: Recorder = device.capturing.recorder
+    return recorder
