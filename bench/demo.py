@@ -27,6 +27,8 @@ STEPS_PER_SECOND = 16
 PROMPT_SCALE, LONGEST_PROMPT = 16, 150
 OUTPUT_SCALE, LONGEST_OUTPUT = 8, 40
 """The trace's lengths are divided and cut, to suit a model of a few layers on a CPU."""
+SHORTEST_ANSWER = 16
+"""Tokens of an answer that is to be read."""
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -165,7 +167,10 @@ def text_requests(trace: Sequence[TraceRequest]) -> list[EngineRequest]:
     """
     return [
         EngineRequest(
-            f"request-{i}", f"Question: {QUESTIONS[i % len(QUESTIONS)]}\nAnswer:", output_length, arrival
+            f"request-{i}",
+            f"Question: {QUESTIONS[i % len(QUESTIONS)]}\nAnswer:",
+            max(output_length, SHORTEST_ANSWER),
+            arrival,
         )
         for i, (arrival, _, output_length) in enumerate(_scaled(trace))
     ]

@@ -40,6 +40,12 @@ class Backend(TaskBackend, Protocol):
         """
         ...
 
+    def synchronize(self) -> None:
+        """
+        Let the host wait; for debugging only.
+        """
+        ...
+
 
 @attrs.frozen(cache_hash=True)
 class GraphKey:

@@ -20,6 +20,7 @@ from aclgraph_dispatch.params import Issue
 from aclgraph_dispatch.pool import GraphKey, GraphPool, PooledGraph
 
 from .dispatcher import descriptor_of
+from .replay_check import check_requested, replay_checked
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,6 +97,7 @@ class ACLGraphWrapper:
         self.pool = pool
         self._mode = RuntimeMode(runtime_mode.value)
         self._release_output = (cudagraph_options or CUDAGraphOptions()).weak_ref_output
+        self._is_checked = check_requested()
         self._graphs: dict[Any, PooledGraph] = {}
         self._piece = 0
         if self._mode is RuntimeMode.PIECEWISE:
@@ -121,12 +123,32 @@ class ACLGraphWrapper:
         addresses = [value.data_ptr() for value in args if isinstance(value, torch.Tensor)]
         addresses += [value.data_ptr() for value in kwargs.values() if isinstance(value, torch.Tensor)]
         graph = self._graphs.get(context.batch_descriptor)
-        if graph is None:
+        if graph is None or graph.graph is None:
             return self._capture(context, addresses, args, kwargs)
+        replay = partial(graph.replay, addresses)
         if self._mode is RuntimeMode.FULL:
-            replay = partial(graph.replay, addresses)
-            return self.pool.params.replay(graph.key.descriptor, context.attn_metadata, replay)
-        return graph.replay(addresses)
+            replay = partial(self.pool.params.replay, graph.key.descriptor, context.attn_metadata, replay)
+        if self._is_checked:
+            return self._replay_checked(context, graph, replay, args, kwargs)
+        return replay()
+
+    def _replay_checked(self, context: Any, graph: PooledGraph, replay: Any, args: Any, kwargs: Any) -> Any:
+        def replay_to_its_end() -> Any:
+            output = replay()
+            self.pool.backend.synchronize()
+            return output
+
+        num_tokens = graph.key.descriptor.num_tokens - int(context.is_padding.sum())
+        return replay_checked(
+            str(graph.key),
+            graph.output,
+            replay_to_its_end,
+            self.runnable,
+            args,
+            kwargs,
+            num_tokens,
+            leaves_room=self._mode is RuntimeMode.PIECEWISE,
+        )
 
     def _capture(self, context: Any, addresses: list[int], args: Any, kwargs: Any) -> Any:
         validate_cudagraph_capturing_enabled()

@@ -86,8 +86,9 @@ class DispatchWorker(cpu_worker.CPUWorker):
             return
         if not isinstance(current_platform, EmulatedNpuPlatform):
             msg = (
-                f"DispatchWorker runs on the emulated NPU, not on {type(current_platform).__name__}: {EMULATE} must "
-                f"be 1: {os.environ.get(EMULATE)!r}; VLLM_PLUGINS, where set, must list aclgraph_dispatch_emulated"
+                f"DispatchWorker runs on the emulated NPU, not on {type(current_platform).__name__}: {EMULATE} "
+                f"must be 1: {os.environ.get(EMULATE)!r}; VLLM_PLUGINS, where set, must list "
+                "aclgraph_dispatch_emulated"
             )
             raise ConfigError(msg)
         refuse_unsupported(self.vllm_config)

@@ -90,6 +90,8 @@ AttentionParams._update = lambda self, descriptor, tasks, metadata: [
     self.backend.release_task(task.handle) for task in tasks
 ]
 """
+EXPLORE = "import os; os.environ['ACLGRAPH_DISPATCH_EXPLORE'] = '{seed}'"
+CHECK = "import os; os.environ['ACLGRAPH_DISPATCH_CHECK'] = '1'"
 SHIFTED_INPUT = """
 from aclgraph_dispatch.integrations.cpu import DispatchModelRunner
 stock = DispatchModelRunner._model_forward

@@ -64,6 +64,12 @@ class NpuBackend:
         # tensors themselves, which must live until the graphs captured next have read them.
         return graph, self._weak_ref(output), output
 
+    def synchronize(self) -> None:
+        """
+        Let the host wait for the current stream; for debugging, never on the step path.
+        """
+        self.npu.current_stream().synchronize()
+
     def record_task(self, run: Callable[[], None]) -> UpdatableTask:
         """
         Capture a wait for an update, then the one operator that *run* issues; return its handle.

@@ -16,7 +16,9 @@ What neither the device nor a comparison can name is named by the referee, who l
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -53,14 +55,24 @@ class MismatchError(AssertionError):
 class Batch:
     """
     One token of each request; `lengths` count it, and `slots` say where its keys go.
+
+    Args:
+        num_rows: Rows of the graph; None to compute without one.
     """
 
     requests: tuple[int, ...]
     lengths: tuple[int, ...]
     slots: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
-    num_rows: int
+    num_rows: int | None
     num_loras: int
+
+    @property
+    def num_pads(self) -> int:
+        """
+        Rows without a request.
+        """
+        return 0 if self.num_rows is None else self.num_rows - len(self.requests)
 
     def descriptor(self, role: str) -> BatchDescriptor:
         """
@@ -117,7 +129,7 @@ class Scenario:
                         for r, (block, offset) in zip(requests, places, strict=True)
                     ),
                     blocks=tuple(tables[r] for r in requests),
-                    num_rows=min(size for size in sizes if size >= len(requests)),
+                    num_rows=None if rng.random() < 0.1 else min(n for n in sizes if n >= len(requests)),
                     num_loras=rng.randrange(2) if with_loras else 0,
                 )
             )
@@ -466,10 +478,9 @@ class Inputs:
         """
         Write the rows of *batch*; those without a request get slot -1, length 0 and block 0.
         """
-        num_pads = batch.num_rows - len(batch.requests)
-        self.fill_slots([*batch.slots, *[-1] * num_pads])
-        self.fill_block_table([*batch.blocks, *[(0,) * BLOCKS_PER_REQ] * num_pads])
-        self.fill_lengths([*batch.lengths, *[0] * num_pads])
+        self.fill_slots([*batch.slots, *[-1] * batch.num_pads])
+        self.fill_block_table([*batch.blocks, *[(0,) * BLOCKS_PER_REQ] * batch.num_pads])
+        self.fill_lengths([*batch.lengths, *[0] * batch.num_pads])
 
     def fill_slots(self, slots: list[int]) -> None:
         """
@@ -548,7 +559,17 @@ class Decoder:
         """
         What a graph captures.
         """
-        num_rows = descriptor.num_tokens
+        return self.forward(
+            descriptor.num_tokens,
+            num_loras=descriptor.num_active_loras,
+            attend=partial(self.attend, descriptor),
+            beside=self.beside if self.side_stream else lambda run: run,
+        )
+
+    def forward(self, num_rows: int, **options: Any) -> torch.Tensor:
+        """
+        Compute the first rows of the buffers.
+        """
         return forward(
             self.model,
             self.caches,
@@ -556,9 +577,7 @@ class Decoder:
             self.ids[:num_rows],
             None if self.hidden is None else self.hidden[:num_rows],
             kind=self.kind,
-            num_loras=descriptor.num_active_loras,
-            attend=partial(self.attend, descriptor),
-            beside=self.beside if self.side_stream else lambda run: run,
+            **options,
         )
 
     def attend(self, descriptor: BatchDescriptor, i: int, query: torch.Tensor) -> torch.Tensor:
@@ -613,14 +632,31 @@ class Decoder:
         lengths = self.inputs.lengths[:num_rows]
         return {self.layer_name(i): lengths for i in range(self.scenario.num_layers)}
 
-    def replay(self, batch: Batch, metadata: dict[str, Any]) -> torch.Tensor:
+    def run(self, batch: Batch, metadata: dict[str, Any]) -> torch.Tensor:
         """
-        Replay the graph of *batch*; the result is good until the next replay.
+        Compute *batch*, by its graph if it has one; the result is good until the next replay.
         """
+        if batch.num_rows is None:
+            return self.run_eagerly(batch)
         descriptor = batch.descriptor(self.role)
         graph = self.graphs[descriptor]
         hidden = self.pool.params.replay(descriptor, metadata, partial(graph.replay, self.addresses()))
         return hidden[: len(batch.requests)]
+
+    def run_eagerly(self, batch: Batch) -> torch.Tensor:
+        """
+        Compute *batch* operator by operator.
+        """
+        num_reqs = len(batch.requests)
+
+        def attend(i: int, query: torch.Tensor) -> torch.Tensor:
+            out = self.kind.outputs(num_reqs)
+            workspace = torch.empty(self.kind.max_workspace_bytes(num_reqs), dtype=torch.uint8)
+            table = self.inputs.block_table[:num_reqs]
+            self.kind.call(query, self.caches[i], table, batch.lengths, out, workspace)
+            return out[0]
+
+        return self.forward(num_reqs, num_loras=batch.num_loras, attend=attend)
 
 
 @attrs.frozen
@@ -675,7 +711,8 @@ class Engine:
         """
         Capture all graphs, the large ones first.
         """
-        batches = sorted(self.scenario.batches, key=lambda batch: (-batch.num_rows, batch.num_loras))
+        batches = [batch for batch in self.scenario.batches if batch.num_rows is not None]
+        batches.sort(key=lambda batch: (-batch.num_rows, batch.num_loras))
         for decoder in self.decoders:
             for descriptor in dict.fromkeys(batch.descriptor(decoder.role) for batch in batches):
                 decoder.capture(descriptor)
@@ -688,7 +725,8 @@ class Engine:
             batch: What to compute.
             change: Changes the metadata of a replay.
         """
-        num_reqs, num_rows = len(batch.requests), batch.num_rows
+        num_reqs = len(batch.requests)
+        num_rows = num_reqs + batch.num_pads
         index = torch.tensor(batch.requests)
         self.inputs.fill(batch)
         self.given.append(Given(batch, self.inputs.lengths[:num_rows], self.inputs.slots[:num_rows].clone()))
@@ -703,12 +741,20 @@ class Engine:
                 decoder.hidden[num_reqs:].zero_()
             metadata = decoder.metadata(num_rows)
             change(metadata)
-            hidden = self.keep(decoder.replay(batch, metadata))
+            hidden = self.keep(decoder.run(batch, metadata))
             step.append(hidden)
             ids = sample(decoder.model, hidden)
             drafted = drafted * 3 + ids
         self.last.index_copy_(0, index, drafted % VOCABULARY)
         self.hidden.append(step)
+
+    def run_dummy(self, decoder: Decoder, descriptor: BatchDescriptor) -> None:
+        """
+        Replay a graph with nothing but rows without a request.
+        """
+        batch = Batch((), (), (), (), descriptor.num_tokens, descriptor.num_active_loras)
+        self.inputs.fill(batch)
+        decoder.run(batch, decoder.metadata(descriptor.num_tokens))
 
     def keep(self, hidden: torch.Tensor) -> torch.Tensor:
         """
@@ -739,7 +785,7 @@ def referee(given: list[Given]) -> None:
         RefereeError: A slot or a length.
     """
     for number, step in enumerate(given):
-        for row in range(len(step.batch.requests), step.batch.num_rows):
+        for row in range(len(step.batch.requests), len(step.lengths)):
             slot, length = int(step.slots[row]), step.lengths[row]
             if slot != -1:
                 raise RefereeError(f"step {number}: KV slot {slot} was written by pad row {row}")
@@ -759,16 +805,20 @@ def compare(results: Results, expected: Results) -> None:
     for number, steps in enumerate(zip(results.hidden, expected.hidden, strict=True)):
         for role, (found, wanted) in enumerate(zip(*steps, strict=True)):
             if not torch.equal(found.view(torch.int32), wanted.view(torch.int32)):
-                raise MismatchError(f"step {number}: the hidden states of role {role} differ from eager")
+                same = [i for i, other in enumerate(expected.hidden) if torch.equal(found, other[role])]
+                what = f"are those of step {same[0]}" if same else "differ from eager"
+                raise MismatchError(f"step {number}: the hidden states of role {role} {what}")
     for i, (cache, wanted) in enumerate(zip(results.caches, expected.caches, strict=True)):
         for found, of_eager in ((cache.keys, wanted.keys), (cache.values, wanted.values)):
             if not torch.equal(found.view(torch.int32), of_eager.view(torch.int32)):
                 raise MismatchError(f"cache {i} differs from eager")
 
 
-def run(scenario: Scenario, engine_type: Callable[[Scenario], Engine] = Engine) -> Engine:
+@contextmanager
+def serving(scenario: Scenario, engine_type: Callable[[Scenario], Engine] = Engine) -> Iterator[Engine]:
     """
-    Run *scenario* behind the host, by its seed, and check everything.
+    An engine with its graphs captured, behind which the device runs by the scenario's seed. At the end of the
+    context, the one time that the host waits, everything is checked.
 
     Raises:
         RuntimeError: The device found a fault.
@@ -782,16 +832,40 @@ def run(scenario: Scenario, engine_type: Callable[[Scenario], Engine] = Engine) 
             expected = reference(scenario)
             engine = engine_type(scenario)
             engine.capture()
-            syncs = npu.device.host_synchronizations
             with npu.explore(scenario.seed):
-                for batch in scenario.batches:
-                    engine.step(batch)
+                yield engine
                 results = engine.results()
-            assert npu.device.host_synchronizations == syncs
             referee(engine.given)
             compare(results, expected)
+    except Exception as exc:
+        exc.add_note(f"by {scenario}")
+        raise
     finally:
         if engine is not None:
             engine.close()
         npu.device.limits = limits
+
+
+def run(scenario: Scenario, engine_type: Callable[[Scenario], Engine] = Engine) -> Engine:
+    """
+    Serve all of *scenario*; the host must not wait between steps.
+    """
+    with serving(scenario, engine_type) as engine:
+        num_waits = npu.device.host_synchronizations
+        for batch in scenario.batches:
+            engine.step(batch)
+        assert npu.device.host_synchronizations == num_waits
     return engine
+
+
+def main() -> None:
+    """
+    Run a range of seeds, given as two numbers, by this process alone.
+    """
+    torch.set_num_threads(1)
+    for seed in range(*map(int, sys.argv[1:])):
+        run(Scenario.draw(seed))
+
+
+if __name__ == "__main__":
+    main()

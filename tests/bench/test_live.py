@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from aclgraph_dispatch.bench import live
 def drive(engine, requests):
     import os
     names = ("ACLGRAPH_DISPATCH_EMULATE", "HF_HUB_OFFLINE", "PYTHONSAFEPATH", "OMP_NUM_THREADS")
-    report = {"engine": engine, "requests": [str(r) for r in requests], "env": {n: os.environ.get(n) for n in names}}
+    environment = {n: os.environ.get(n) for n in names}
+    report = {"engine": engine, "requests": [str(r) for r in requests], "env": environment}
     return live.EngineRun({"a": [1, 2]}, {"a": " x y"}, 2, 0.5, 3.0, report, {})
 live.drive = drive
 """
@@ -95,7 +97,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """
     What is passed between the processes is removed, also after a failure.
     """
-    monkeypatch.setattr(live.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run_engine({}, [], emulate=False, prelude=ECHO)
     with pytest.raises(EngineFailedError):
         run_engine({}, [], emulate=False, prelude="raise SystemExit(1)")

@@ -15,6 +15,7 @@ from aclgraph_dispatch.bench.live import WORKER_CLS, EngineFailedError
 from aclgraph_dispatch.config import KEY
 from aclgraph_dispatch.errors import ConfigError
 from aclgraph_dispatch.integrations.plugin import EMULATE
+from aclgraph_dispatch.policy import POLICIES
 
 from ..engines import start, started
 
@@ -27,7 +28,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unknown policy": (
         {"policy": "fastest"},
         {},
-        f"'policy' must be one of eager, piecewise, full_decode_only, full_and_piecewise: 'fastest' @ {PATH}.policy",
+        f"'policy' must be one of {', '.join(POLICIES)}: 'fastest' @ {PATH}.policy",
     ),
     "number as text": ({"threshold": "12"}, {}, f"expected int, got '12' @ {PATH}.threshold"),
     "size above the token budget": (
@@ -64,7 +65,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "all errors at once": (
         {"policy": "fastest", "threshold": "12", "polcy": "eager", "full_sizes": []},
         {},
-        f"'policy' must be one of eager, piecewise, full_decode_only, full_and_piecewise: 'fastest' @ {PATH}.policy; "
+        f"'policy' must be one of {', '.join(POLICIES)}: 'fastest' @ {PATH}.policy; "
         f"expected int, got '12' @ {PATH}.threshold; "
         f"unknown key 'polcy'; known keys: policy, full_sizes, piecewise_sizes, threshold @ {PATH}; "
         f"'full_sizes' must not be empty; leave it out to capture vLLM's sizes @ {PATH}.full_sizes",
@@ -283,10 +284,16 @@ def test_server_does_not_start() -> None:
     A server with a misspelled key ends with that message and an exit code, and serves nobody meanwhile.
     """
     config, _, message = REFUSED["misspelled key"]
-    command = ["--model", str(cached_checkpoint("gqa")), "--worker-cls", WORKER_CLS, "--host", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(cached_checkpoint("gqa")),
+    ]
+    command += ["--worker-cls", WORKER_CLS, "--additional-config", json.dumps({KEY: config})]
     done = subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command]
-        + ["--port", "0", "--additional-config", json.dumps({KEY: config})],
+        [*command, "--host", "127.0.0.1", "--port", "0"],
         env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,

@@ -4,7 +4,7 @@ import pytest
 
 from aclgraph_dispatch.bench.live import EngineFailedError, EngineRun
 
-from ..engines import MAX_NUM_SEQS, NO_REFRESH, SHIFTED_INPUT, start, started
+from ..engines import CHECK, EXPLORE, MAX_NUM_SEQS, NO_REFRESH, SHIFTED_INPUT, start, started
 
 pytestmark = pytest.mark.engine
 
@@ -149,3 +149,58 @@ def test_moved_input_is_an_error() -> None:
     """
     with pytest.raises(EngineFailedError, match=r"inputs of a graph must lie where they lay at its capture"):
         start("gqa", "full_decode_only", SHIFTED_INPUT).result()
+
+
+@pytest.mark.parametrize("model", ["mla", "gqa"])
+def test_host_never_waits(model: str) -> None:
+    """
+    No step makes the host wait for the device, whatever its route.
+    """
+    report = started(model, "full_and_piecewise").result().report
+
+    assert 0 == report["host_synchronizations"]
+
+
+@pytest.mark.parametrize("model", ["mla", "gqa"])
+def test_explored(model: str) -> None:
+    """
+    With the device behind the host, each forward pass by a seed of its own, the tokens are those of stock.
+    """
+    stock = started(model, None).result()
+    run = start(model, "full_and_piecewise", EXPLORE.format(seed=0)).result()
+
+    assert stock.tokens == run.tokens
+    assert steps(run)["FULL"] >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", ["mla", "gqa"])
+@pytest.mark.parametrize("seed", range(20))
+def test_explored_from_many_seeds(model: str, seed: int) -> None:
+    """
+    The same from twenty seeds that share no forward pass.
+    """
+    stock = started(model, None).result()
+    run = start(model, "full_and_piecewise", EXPLORE.format(seed=1000 * seed)).result()
+
+    assert stock.tokens == run.tokens
+
+
+@pytest.mark.parametrize("model", ["mla", "gqa"])
+def test_checked(model: str) -> None:
+    """
+    The check mode finds every replay equal to its operators, and changes no token.
+    """
+    stock = started(model, None).result()
+    run = start(model, "full_and_piecewise", CHECK).result()
+
+    assert stock.tokens == run.tokens
+
+
+def test_check_finds_stale_parameters() -> None:
+    """
+    The check mode names the graph whose parameters were not refreshed.
+    """
+    with pytest.raises(EngineFailedError, match=r"a replay of GraphKey\(.*RuntimeMode.FULL.* differs"):
+        start("gqa", "full_decode_only", CHECK + NO_REFRESH).result()

@@ -1,5 +1,6 @@
 """A real HTTP server: engine core and worker in processes of their own, our platform from its entry point."""
 
+import json
 import os
 import random
 import re
@@ -19,6 +20,7 @@ import pytest
 
 from aclgraph_dispatch.bench.checkpoints import SPECIAL_TOKENS, VOCABULARY, cached_checkpoint
 from aclgraph_dispatch.bench.live import KV_CACHE_BYTES, WORKER_CLS
+from aclgraph_dispatch.config import KEY
 
 pytestmark = pytest.mark.engine
 
@@ -33,7 +35,11 @@ OPTIONS = {
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 SERVERS = {
     "stock": (["--enforce-eager"], "0"),
-    "dispatched": (["--worker-cls", WORKER_CLS], "1"),
+    # FULL sizes that are none of PIECEWISE's: the processes plan apart, and must not mix them up.
+    "dispatched": (
+        ["--worker-cls", WORKER_CLS, "--additional-config", json.dumps({KEY: {"full_sizes": [3, 6, 12]}})],
+        "1",
+    ),
 }
 """Name: what it is told besides, and whether the NPU is emulated."""
 
@@ -152,11 +158,12 @@ def test_only_one_dispatches(servers: dict[str, Server]) -> None:
     """
     stock, dispatched = (servers[name].log.read_text() for name in SERVERS)
     line = (
-        r"INFO .*policy full_and_piecewise; FULL \[1, 2, 4, 8, 16\]: 5 graphs; "
+        r"INFO .*policy full_and_piecewise; FULL \[3, 6, 12\]: 3 graphs; "
         r"PIECEWISE \[1, 2, 4, 8, 16, 24, 32\]: 35 graphs; captured in [\d.]+ s\n"
     )
 
     assert 1 == len(re.findall(line, dispatched))
+    assert "decode batches of 13 to 16 requests have no FULL graph; add 16 to full_sizes" in dispatched
     assert "aclgraph_dispatch" not in stock
 
 

@@ -77,9 +77,14 @@ class Command(Protocol):
 class Call:
     """
     A command that calls a function, waiting for nothing.
+
+    Args:
+        function: What it calls.
+        records: The external event that it records, if it does.
     """
 
     function: Any
+    records: Any = None
 
     def blocked_on(self) -> str | None:
         return None
@@ -343,8 +348,14 @@ class Device:
             raise faults[0]
         if self.busy if stream is None else stream.queue:
             waiting = "; ".join(f"{s} waits for {s.queue[0].blocked_on()}" for s in self.busy)
+            behind = {
+                f"; the record of {command.records} is queued behind that on {s}": None
+                for s in self.busy
+                for command in s.queue
+                if isinstance(command, Call) and f"{command.records}, recorded" in waiting
+            }
             self.forget()
-            raise DeadlockError(f"deadlock: {waiting}")
+            raise DeadlockError(f"deadlock: {waiting}{''.join(behind) or '; no record of it is queued'}")
 
     def forget(self) -> None:
         """

@@ -102,6 +102,8 @@ class ExternalEvent:
 
     def __init__(self) -> None:
         self.event_id = next(self._ids)
+        self.graph = ""
+        """Which graph waits for it; the emulation's own."""
         self.num_records = 0
         self._set_by = 0
         """The record that set the flag; 0 if it is clear."""
@@ -118,7 +120,7 @@ class ExternalEvent:
         if graph is not None and stream in graph.lanes:
             graph.note_call(stream, self.set)
         else:
-            stream.submit(Call(self.set))
+            stream.submit(Call(self.set, self))
 
     def wait(self, stream: Stream | None = None) -> None:
         """
@@ -136,6 +138,7 @@ class ExternalEvent:
         graph = device.capturing
         if graph is not None and stream in graph.lanes:
             graph.note_wait(stream, self)
+            self.graph = f" of {graph.name}"
         else:
             stream.submit(_ExternalWait(self))
 
@@ -195,7 +198,7 @@ class ExternalEvent:
         self._set_by = 0
 
     def __repr__(self) -> str:
-        return f"external event {self.event_id}"
+        return f"external event {self.event_id}{self.graph}"
 
 
 @attrs.define

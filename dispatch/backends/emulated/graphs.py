@@ -19,9 +19,7 @@ an exploring schedule reports who reads it afterwards.
 
 import itertools
 import time
-import weakref
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -31,8 +29,8 @@ from .device import Explore, Stream, device, synchronize
 from .device import stream as _stream
 from .events import ExternalEvent
 from .faults import FreedInputError
-from .mempool import Block, Mempool, MempoolId, address_of, empty_cache, mempools, own_pool, owners, weak_refs
-from .recorder import Recorder, Task, poison
+from .mempool import Block, Mempool, MempoolId, address_of, empty_cache, mempools, own_pool, owners
+from .recorder import Recorder, Task, aliases, poison
 from .replay import (
     ExploredReplay,
     InlineReplay,
@@ -46,8 +44,6 @@ from .replay import (
     unjoined,
 )
 
-_graphs: "weakref.WeakSet[NPUGraph]" = weakref.WeakSet()
-
 
 class NPUGraph:
     """
@@ -57,7 +53,7 @@ class NPUGraph:
     _ids = itertools.count()
 
     def __init__(self) -> None:
-        self.graph_id = next(self._ids)
+        self.name = f"graph {next(self._ids)}"
         self.lanes: dict[Stream, None] = {}
         """Streams that take part in the capture, the first one first."""
         self.num_replays = 0
@@ -75,11 +71,9 @@ class NPUGraph:
         self._blocks: set[Block] = set()
         self._inputs: list[tuple[int, torch.Tensor]] = []
         """Memory that it did not make, by address."""
-        self._updatable: list[Task] = []
         self._made: list[torch.Tensor] = []
         self._num_streams = 0
         self._start = 0.0
-        _graphs.add(self)
 
     def capture_begin(self, pool: MempoolId | None = None, capture_error_mode: str = "global") -> None:
         """
@@ -133,9 +127,12 @@ class NPUGraph:
         self._segments = segments(recorder.items)
         sizes = {address_of(t): t.untyped_storage().nbytes() for t in recorder.fresh}
         tasks = [item for item in recorder.items if isinstance(item, Task)]
-        reads = [(address_of(tensor), tensor) for task in tasks for tensor in task.reads]
+        # Arguments of task groups are looked at when they are used: every replay gets them anew.
+        reads = [(address_of(t), t) for task in tasks if task.group is None for t in task.reads]
         self._inputs = [(address, tensor) for address, tensor in reads if address not in sizes]
-        self._updatable = [task for task in tasks if task.group is not None]
+        for task in tasks:
+            for tensor in task.reads:
+                aliases.add(tensor)
         kept = {address_of(block.tensor) for block in self._blocks}
         self.kept_bytes = sum(size for address, size in sizes.items() if address in kept)
         self.transient_bytes = sum(sizes.values()) - self.kept_bytes
@@ -157,7 +154,7 @@ class NPUGraph:
         device.refuse_while_capturing("replay a graph")
         self.num_replays += 1
         if isinstance(device.schedule, Explore):
-            self._refuse_freed_inputs()
+            self.refuse_freed(self._inputs)
             device.current_stream.submit(ExploredReplay(self, self._items, device.schedule))
             if device.schedule.host_reads and not any(wait for wait, _ in self._segments):
                 # The operators that follow are the host's here, and read what this graph writes.
@@ -174,7 +171,6 @@ class NPUGraph:
         self._items = None
         self._segments = []
         self._inputs = []
-        self._updatable = []
         for tensor in self._made:
             owners.pop(address_of(tensor), None)
         self._made = []
@@ -306,32 +302,24 @@ class NPUGraph:
             owners[address_of(tensor)] = self
         return recorder
 
-    def _refuse_freed_inputs(self) -> None:
-        aliases = _aliases()
-        for address, tensor in dict(self._inputs).items():
+    def refuse_freed(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """
+        Raise if the memory of one of *tensors*, given with its address, is held by graphs only.
+        """
+        for address, tensor in dict(tensors).items():
             storage = tensor.untyped_storage()
             # Its users: graphs through their aliases, this very handle, and whoever else still owns it.
-            if torch._C._storage_Use_Count(storage._cdata) <= aliases[address] + 1:
+            if torch._C._storage_Use_Count(storage._cdata) <= aliases.count(address) + 1:
                 raise FreedInputError(
                     f"{self} reads a tensor of shape {tuple(tensor.shape)} that was freed since its capture: its "
                     "owner was rebound to another tensor; update it in place instead"
                 )
 
     def __repr__(self) -> str:
-        return f"graph {self.graph_id} of {self.num_tasks} operators"
+        return f"{self.name} of {self.num_tasks} operators"
 
     def __del__(self) -> None:
         self.reset()
-
-
-def _aliases() -> Counter[int]:
-    """
-    How many tensors hold the memory at an address without owning it: arguments of graphs, and weak references.
-    """
-    held = {id(tensor): address for graph in _graphs for address, tensor in graph._inputs}
-    updated = [tensor for graph in _graphs for task in graph._updatable for tensor in task.reads]
-    held |= {id(tensor): address_of(tensor) for tensor in [*updated, *weak_refs] if id(tensor) not in held}
-    return Counter(held.values())
 
 
 class graph:  # noqa: N801 -- the name of torch.npu

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from .device import device as emulated
-from .recorder import alias, poison
+from .recorder import alias, aliases, poison
 
 if TYPE_CHECKING:
     from .graphs import NPUGraph
@@ -83,8 +83,6 @@ class Mempool:
 mempools: dict[MempoolId, Mempool] = {}
 clobbered: dict[int, str] = {}
 """Address of an output that was overwritten since its graph's last replay: the name of the graph that did it."""
-weak_refs: "weakref.WeakSet[torch.Tensor]" = weakref.WeakSet()
-"""Tensors that do not own their memory."""
 owners: "weakref.WeakValueDictionary[int, NPUGraph]" = weakref.WeakValueDictionary()
 """Address of a storage: the graph whose capture made it."""
 
@@ -115,7 +113,7 @@ def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if graph is not None:
         graph.hold_weakly(Block(alias(tensor), weakref.ref(tensor)))
     result: torch.Tensor = alias(tensor)
-    weak_refs.add(result)
+    aliases.add(result)
     return result
 
 

@@ -6,8 +6,8 @@ keeps their values, and only a task update replaces them. Block tables, slots an
 at every replay. Nothing is allocated that outlives the call: results, caches and workspace are the caller's.
 
 A request is computed by itself, on copies whose shapes depend on its own lengths only, so that its result is the
-same bit for bit in any batch. Its result passes through the workspace: two layers that share one at the same time
-spoil each other, and a workspace that was freed spoils whoever has its memory now.
+same bit for bit in any batch. Its result passes through the workspace and overwrites all that is needed of it:
+whoever else has that memory, because it was freed too early, finds his data spoiled.
 
 Workspace
 ---------

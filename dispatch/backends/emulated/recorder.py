@@ -22,15 +22,16 @@ drops them, and that tells which memory later graphs of the same memory pool may
 
 import ctypes
 import functools
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-from .device import device
+from .device import Explore, device
 from .operator import Operator, operator
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class Recorder(TorchDispatchMode):
                 _make_harmless(tensor)
             self.fresh += alias(tensors)
             return result
-        is_given = _shares_storage(tensors, (args, kwargs))
+        is_given = _shares_storage(tensors, _tensors((*args, *kwargs.values())))
         is_view = any(a.alias_info is not None for a in func._schema.returns) or (op.is_aten and is_given)
         if is_view or not tensors:
             return result
@@ -210,13 +211,52 @@ class UpdateRecorder(TorchDispatchMode):
             task.bind(args, kwargs)
 
 
+class Aliases:
+    """
+    Tensors that do not own their memory: weak references, what graphs read, what an exploring schedule submitted.
+    """
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._counts: Counter[int] = Counter()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """
+        Count *tensor* as long as it lives.
+        """
+        key, address = id(tensor), tensor.untyped_storage().data_ptr()
+        if key in self._refs:
+            return
+
+        def forget(_: object) -> None:
+            del self._refs[key]
+            self._counts[address] -= 1
+            if not self._counts[address]:
+                del self._counts[address]
+
+        self._refs[key] = weakref.ref(tensor, forget)
+        self._counts[address] += 1
+
+    def count(self, address: int) -> int:
+        """
+        How many there are of the memory at *address*.
+        """
+        return self._counts[address]
+
+
+aliases = Aliases()
+
+
 def alias(values: Any) -> Any:
     """
     Replace every tensor in nested tuples, lists and dictionaries by another object on the same memory.
     """
     if isinstance(values, torch.Tensor):
         # Not `aten.alias`: outside of inference mode a view keeps the object that it is a view of.
-        return values.data
+        result = values.data
+        if isinstance(device.schedule, Explore):
+            aliases.add(result)
+        return result
     if type(values) in (tuple, list):
         return type(values)([alias(value) for value in values])
     if type(values) is dict:
@@ -279,12 +319,11 @@ def selects_by_mask(op: Operator, args: tuple[Any, ...]) -> bool:
     return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
-def _shares_storage(results: tuple[torch.Tensor, ...], arguments: Any) -> bool:
+def _shares_storage(results: tuple[torch.Tensor, ...], arguments: tuple[torch.Tensor, ...]) -> bool:
     """
     Whether a result lies in an argument's memory; `_unsafe_view` does without saying so.
     """
-    pointers: set[int] = set()
-    tree_map_only(torch.Tensor, lambda t: pointers.add(t.untyped_storage().data_ptr()), arguments)
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in arguments}
     return any(t.numel() > 0 and t.untyped_storage().data_ptr() in pointers for t in results)
 
 

@@ -10,7 +10,7 @@ import torch
 from .device import Explore, Stream, device
 from .events import ExternalEvent
 from .faults import ClobberedError, StaleParameterError
-from .mempool import address_of, clobbered
+from .mempool import address_of, clobbered, owners
 from .program import Program, is_expressible
 from .recorder import Task
 
@@ -189,7 +189,9 @@ class ExploredReplay:
         elif isinstance(item, Note):
             item.run()
         elif isinstance(item, Task):
-            self._refuse_stale(item)
+            if item.group is not None:
+                self._refuse_stale(item)
+                self._graph.refuse_freed((a, t) for t in item.reads if (a := address_of(t)) not in owners)
             run_checked(item)
 
     def _refuse_stale(self, task: Task) -> None:
@@ -197,7 +199,8 @@ class ExploredReplay:
         Report a task that runs with the parameters of another replay.
         """
         group = task.group
-        if group is not None and group.num_applied != self._number:
+        assert group is not None
+        if group.num_applied != self._number:
             device.faults.append(
                 StaleParameterError(
                     f"replay {self._number} of {self._graph} ran {task.overload} with stale parameters: "
