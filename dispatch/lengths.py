@@ -19,7 +19,7 @@ import numpy as np
 from .errors import ReplayError
 
 MAX_QUERY_LEN = 16
-"""Most query tokens of a request in `npu_fused_infer_attention_score` with rotary parts (torch_npu's documentation)."""
+"""Most query tokens of a request for `npu_fused_infer_attention_score` with rotary parts (its documentation)."""
 
 
 def pad_lengths(lengths: Sequence[int], num_rows: int) -> list[int]:
@@ -72,7 +72,7 @@ def pad_actual_seq_len_q_mtp_enable_pad(
     ends: list[int] = common_attn_metadata.actual_seq_lengths_q[num_reqs : num_reqs + num_pads]
     if len(ends) < num_pads:
         num_rows = len(common_attn_metadata.actual_seq_lengths_q)
-        raise ReplayError(f"{num_reqs} requests and {num_pads} pad rows do not fit in {num_rows} rows of the target")
+        raise ReplayError(f"the target has {num_rows} rows, too few for {num_reqs} requests and {num_pads} pads")
     start = actual_seq_lengths_q[-1] if actual_seq_lengths_q else 0
     if ends and ends[0] - start > MAX_QUERY_LEN:
         ends = _spread(start, ends[-1], num_pads)

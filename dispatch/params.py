@@ -170,7 +170,7 @@ class AttentionParams:
 
     def update(self, descriptor: BatchDescriptor, metadata_of: Callable[[str], Any]) -> None:
         """
-        Update the graph of *descriptor*, layer by layer as captured, for a replay that `order_updates` came before.
+        Update the graph of *descriptor*, layer by layer as captured, for a replay that `order_updates` prepared.
 
         Args:
             descriptor: The graph.

@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from vllm import _custom_ops as ops
 from vllm.model_executor.layers.attention import attention, mla_attention
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import (
@@ -102,7 +101,7 @@ class GraphedCPUAttentionImpl(CPUAttentionBackendImpl):
         key_cache, value_cache = halves[:, :, :block_size], halves[:, :, block_size:]
 
         def issue(metadata: CPUAttentionMetadata) -> None:
-            ops.cpu_attention_with_kv_cache(
+            torch.ops._C.cpu_attention_with_kv_cache.default(
                 query,
                 key_cache,
                 value_cache,
@@ -170,7 +169,7 @@ class GraphedCPUMLAImpl(CPUMLAImpl):
         output = query.new_zeros(*query.shape[:2], self.kv_lora_rank)
 
         def issue(metadata: Any) -> None:
-            ops.mla_decode_kvcache_cpu(
+            torch.ops._C.mla_decode_kvcache.default(
                 output,
                 query,
                 kv_c_and_k_pe_cache,

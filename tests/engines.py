@@ -86,8 +86,8 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 NO_REFRESH = """
 from aclgraph_dispatch.params import AttentionParams
-AttentionParams._update = lambda self, descriptor, tasks, metadata: [
-    self.backend.release_task(task.handle) for task in tasks
+AttentionParams.update = lambda self, descriptor, metadata_of: [
+    self.backend.release_task(task.handle) for task in self._tasks[descriptor]
 ]
 """
 EXPLORE = "import os; os.environ['ACLGRAPH_DISPATCH_EXPLORE'] = '{seed}'"

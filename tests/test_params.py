@@ -1,6 +1,7 @@
 """What a FULL graph cannot read from memory, and is told before every replay."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,3 +169,99 @@ def test_forget_one_graph(params, backend):
         params.replay(descriptor, {"layer.0": "a"}, backend.replay)
 
     assert backend.log == ["order", "replay", "update 2", "order", "replay", "update 1"]
+
+
+def test_a_replay_in_the_hands_of_the_caller(params, backend):
+    """
+    Prepared, submitted and updated by the caller, it gets what it is told layer by layer.
+    """
+    issued = record(params, FOUR, "layer.0", "layer.1")
+    params.order_updates(FOUR)
+    backend.replay()
+    params.update(FOUR, "new {}".format)
+    params.update(TWO_BY_TWO, "never recorded: {}".format)
+
+    assert issued[2:] == [("layer.0", "new layer.0"), ("layer.1", "new layer.1")]
+    assert backend.log == ["order", "replay", "update 0", "update 1"]
+
+
+@pytest.mark.parametrize("layer_name", ["layer.0", "layer.1"])
+def test_metadata_that_cannot_be_told(params, backend, layer_name):
+    """
+    An error on the way to the metadata is an update that failed.
+    """
+    record(params, FOUR, "layer.0", "layer.1")
+    first = {"layer.0": ["release 0", "release 1"], "layer.1": ["update 0", "release 1"]}[layer_name]
+
+    with pytest.raises(KeyError, match=layer_name):
+        params.update(FOUR, {name: "a" for name in ("layer.0", "layer.1") if name != layer_name}.__getitem__)
+    assert backend.log == first
+
+    with pytest.raises(ReplayError, match="must be captured again"):
+        params.order_updates(FOUR)
+    assert backend.log == first
+
+
+@pytest.mark.parametrize(
+    ("update_first", "log"), [(False, ["release 0", "release 1", "release 0", "release 1"]), (True, [])]
+)
+def test_abandon(backend, update_first, log):
+    """
+    A graph given up is refused for the first reason. A replay that may be under way comes to its end, even one
+    submitted nevertheless.
+    """
+    params = AttentionParams(backend, update_first=update_first)
+    record(params, FOUR, "layer.0", "layer.1")
+    reasons = [ValueError("first"), ValueError("second")]
+    params.abandon(FOUR, reasons[0])
+
+    with pytest.raises(ReplayError, match="must be captured again") as refused:
+        params.update(FOUR, "new {}".format)
+    assert refused.value.__cause__ is reasons[0]
+    assert backend.log == log
+
+    del backend.log[:]
+    params.abandon(TWO_BY_TWO, reasons[1])
+    assert backend.log == []
+
+
+def test_descriptors(params):
+    """
+    The graphs with records are known.
+    """
+    record(params, FOUR, "layer.0", "layer.1")
+    record(params, TWO_BY_TWO, "layer.0")
+    params.forget(FOUR)
+
+    assert set(params.descriptors) == {TWO_BY_TWO}
+
+
+def allocations(*sizes):
+    """
+    A function that makes workspaces of *sizes*, one a call.
+    """
+    return iter([SimpleNamespace(nbytes=nbytes) for nbytes in sizes]).__next__
+
+
+def test_a_workspace_is_allocated_once_a_shape(params):
+    """
+    Layers of one shape share; one that needs more gets its own, which later ones that need less take.
+    """
+    allocate = allocations(8, 4, 16, 12)
+    taken = [params.workspace(FOUR, shape, allocate) for shape in ("a", "a", "b", "c", "d", "a", "c")]
+
+    assert [workspace.nbytes for workspace in taken] == [8, 8, 8, 16, 16, 8, 16]
+    assert taken[0] is taken[1] is taken[2] is taken[5]
+
+
+def test_workspaces_are_kept_by_the_whole_descriptor(params):
+    """
+    Graphs share none, and forgetting one lets go of its own only.
+    """
+    allocate = allocations(8, 8, 8)
+    four, two_by_two = (params.workspace(descriptor, "a", allocate) for descriptor in (FOUR, TWO_BY_TWO))
+    params.forget(FOUR)
+
+    assert four is not two_by_two
+    assert params.workspace(TWO_BY_TWO, "a", allocate) is two_by_two
+    assert params.workspace(FOUR, "a", allocate) is not four

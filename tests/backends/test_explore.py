@@ -61,14 +61,20 @@ def test_results_are_eagers(first):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3_600)
 def test_results_are_eagers_ten_thousand_times():
     """
     So it is in ten thousand runs.
     """
     command = [sys.executable, decoder.__file__]
     halves = [subprocess.Popen([*command, str(first), str(first + 5_000)]) for first in (0, 5_000)]
+    try:
+        codes = [half.wait() for half in halves]
+    finally:
+        for half in halves:
+            half.kill()
 
-    assert [half.wait() for half in halves] == [0, 0]
+    assert codes == [0, 0]
 
 
 def test_what_is_drawn():
@@ -404,8 +410,8 @@ class WorkspaceOfTheLongest(Decoder):
     The workspace is what the longest sequence needs.
     """
 
-    def workspace_bytes(self, num_rows):
-        return Paged.workspace_bytes(num_rows, [CAPACITY])
+    def make_workspace(self, num_rows):
+        return torch.empty(Paged.workspace_bytes(num_rows, [CAPACITY]), dtype=torch.uint8)
 
 
 class NeverRejoins(Decoder):
@@ -518,7 +524,7 @@ PLANTS = {
     "an output read after the same graph": Plant(
         KeepsWeakOutputs,
         MismatchError,
-        r"step \d+: the hidden states of role \d are those of step \d+",
+        r"step \d+: the hidden states of the (target|drafter) are those of step \d+",
         (ClobberedError,),
     ),
     "KV written by a pad row": Plant(

@@ -112,8 +112,8 @@ def taken():
 )
 def test_a_deep_model_runs_out_of_streams(limits, streams_per_graph, old_driver, text):
     """
-    94 layers have room for 1800 // 95 sizes, half as many with a side stream in every graph. The next size fails in
-    the very piece where streams run out; its release gives back what it took, and the sizes before go on.
+    94 layers have room for 1800 // 95 sizes, half as many with a side stream in every graph. The next size fails
+    in the very piece where streams run out; its release gives back what it took, and the sizes before go on.
     """
     limits.old_driver = old_driver
     nothing = taken()

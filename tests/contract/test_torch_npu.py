@@ -93,10 +93,10 @@ SEED_NAMES = {
     "ACLGraphWrapper": "integrations/acl_graph.py",
     "get_graph_params": "dispatch/params.py",
     "set_graph_params": "dispatch/params.py",
-    "update_attn_params": "dispatch/params.py",
+    "update_attn_params": "dispatch/backends/graph_params.py",
     "update_full_graph_params": "dispatch/params.py",
     "update_graph_params_workspaces": "dispatch/params.py",
-    "update_mla_attn_params": "dispatch/params.py",
+    "update_mla_attn_params": "dispatch/backends/graph_params.py",
 }
 """Names of the seed systems, and where we offer those that we offer."""
 

@@ -18,8 +18,6 @@ record the missing event, and that is a deadlock: the error says who waits for w
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import attrs
@@ -385,17 +383,22 @@ def default_stream(device: Any = None) -> Stream:
     return _device.default_stream
 
 
-@contextmanager
-def stream(stream: Stream) -> Iterator[None]:
+class stream:  # noqa: N801 -- the name of torch.npu
     """
-    Make *stream* the current one.
+    Context in which *stream* is the current one.
     """
-    previous = _device.current_stream
-    _device.current_stream = stream
-    try:
-        yield
-    finally:
-        _device.current_stream = previous
+
+    __slots__ = ("_previous", "_stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._previous = _device.current_stream
+        _device.current_stream = self._stream
+
+    def __exit__(self, *exc_info: object) -> None:
+        _device.current_stream = self._previous
 
 
 def synchronize(device: Any = None) -> None:

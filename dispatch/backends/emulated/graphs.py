@@ -58,10 +58,6 @@ class NPUGraph:
         """Streams that take part in the capture, the first one first."""
         self.num_replays = 0
         self.capture_seconds = 0.0
-        self.kept_bytes = 0
-        """Bytes of outputs."""
-        self.transient_bytes = 0
-        """Bytes of intermediate results, shared with the other graphs of the memory pool."""
         self._items: list[Item] | None = None
         self._segments: list[Segment] = []
         self._recorder: Recorder | None = None
@@ -72,6 +68,8 @@ class NPUGraph:
         self._inputs: list[tuple[int, torch.Tensor]] = []
         """Memory that it did not make, by address."""
         self._made: list[torch.Tensor] = []
+        self._sizes: dict[int, int] = {}
+        """Bytes of the memory that it made, by address."""
         self._num_streams = 0
         self._start = 0.0
 
@@ -125,17 +123,14 @@ class NPUGraph:
             )
         self._items = recorder.items
         self._segments = segments(recorder.items)
-        sizes = {address_of(t): t.untyped_storage().nbytes() for t in recorder.fresh}
+        self._sizes = {address_of(t): t.untyped_storage().nbytes() for t in recorder.fresh}
         tasks = [item for item in recorder.items if isinstance(item, Task)]
         # Arguments of task groups are looked at when they are used: every replay gets them anew.
         reads = [(address_of(t), t) for task in tasks if task.group is None for t in task.reads]
-        self._inputs = [(address, tensor) for address, tensor in reads if address not in sizes]
+        self._inputs = [(address, tensor) for address, tensor in reads if address not in self._sizes]
         for task in tasks:
             for tensor in task.reads:
                 aliases.add(tensor)
-        kept = {address_of(block.tensor) for block in self._blocks}
-        self.kept_bytes = sum(size for address, size in sizes.items() if address in kept)
-        self.transient_bytes = sum(sizes.values()) - self.kept_bytes
         self._memory.graphs.add(self)
         for tensor in recorder.fresh:
             poison(tensor)
@@ -177,7 +172,7 @@ class NPUGraph:
         self._memory.forget(self._blocks)
         self._memory.graphs.discard(self)
         self._blocks = set()
-        self.kept_bytes = self.transient_bytes = 0
+        self._sizes = {}
         self.lanes = {}
         device.release_streams(self._num_streams)
         self._num_streams = 0
@@ -206,6 +201,20 @@ class NPUGraph:
             file.writelines(f"{item.lane}: {item}\n" for item in self._items)
 
     @property
+    def kept_bytes(self) -> int:
+        """
+        Bytes of outputs.
+        """
+        return sum(self._sizes.get(address, 0) for address in {address_of(block.tensor) for block in self._blocks})
+
+    @property
+    def transient_bytes(self) -> int:
+        """
+        Bytes of intermediate results, shared with the other graphs of the memory pool.
+        """
+        return sum(self._sizes.values()) - self.kept_bytes
+
+    @property
     def num_tasks(self) -> int:
         """
         Operators a replay runs.
@@ -225,8 +234,6 @@ class NPUGraph:
         """
         self._blocks.add(block)
         self._memory.blocks.add(block)
-        if self._items is not None:
-            self.kept_bytes += block.tensor.untyped_storage().nbytes()
 
     def made(self, address: int) -> bool:
         """

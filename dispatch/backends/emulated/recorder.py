@@ -288,6 +288,8 @@ def written(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         RuntimeError: It returns fresh tensors besides; those do not exist before it has run.
     """
+    if not op.written:
+        return None
     if None in op.written:
         raise RuntimeError(
             f"{op.overload} cannot be captured: it writes to an argument and returns a fresh tensor"

@@ -119,20 +119,25 @@ class InlineReplay:
         if self._position < 0:
             self._graph.begin_replay()
             self._position = 0
+        if torch.is_inference_mode_enabled():  # as in vLLM's steps; entering it again would cost some
+            return self._run()
         with torch.inference_mode():
-            while self._position < len(self._segments):
-                wait, items = self._segments[self._position]
-                if wait is not None:
-                    if not wait.event.is_set:
-                        return False
-                    wait.event.consume()
-                for item in items:
-                    item.run()
-                self._position += 1
-        self._graph.end_replay()
-        return True
+            return self._run()
 
     advance = run_through
+
+    def _run(self) -> bool:
+        while self._position < len(self._segments):
+            wait, items = self._segments[self._position]
+            if wait is not None:
+                if not wait.event.is_set:
+                    return False
+                wait.event.consume()
+            for item in items:
+                item.run()
+            self._position += 1
+        self._graph.end_replay()
+        return True
 
 
 class ExploredReplay:
