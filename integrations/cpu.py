@@ -52,7 +52,7 @@ class DispatchModelRunner(DispatchMixin, CPUModelRunner):
 
     def capture_model(self) -> int:
         num_bytes = super().capture_model()
-        self._synchronizations_before = emulated.device.host_synchronizations
+        self._synchronizations_before = emulated.hardware.host_synchronizations
         return num_bytes
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ class DispatchModelRunner(DispatchMixin, CPUModelRunner):
         # emulation runs everything to its end, where a device has a data dependency.
         if self._explore_seed is None:
             output = super()._model_forward(*args, **kwargs)
-            emulated.device.drain()
+            emulated.hardware.drain()
             return output
         self._explore_seed += 1
         with emulated.explore(self._explore_seed, eager_operators=False):
@@ -69,9 +69,9 @@ class DispatchModelRunner(DispatchMixin, CPUModelRunner):
     def dispatch_report(self) -> dict[str, Any]:
         free, total = emulated.mem_get_info()
         return super().dispatch_report() | {
-            "streams_held": emulated.device.streams_held,
+            "streams_held": emulated.hardware.streams_held,
             "graph_bytes": total - free,
-            "host_synchronizations": emulated.device.host_synchronizations - self._synchronizations_before,
+            "host_synchronizations": emulated.hardware.host_synchronizations - self._synchronizations_before,
         }
 
 

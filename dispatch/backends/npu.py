@@ -1,6 +1,7 @@
 """Captures, replays and updates graphs through a `torch.npu` namespace, real or emulated."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -96,8 +97,12 @@ class NpuBackend:
             self.npu.graph_task_update_begin(self.update_stream, handle.group)
             try:
                 run()
-            finally:
-                self.npu.graph_task_update_end(self.update_stream)
+            except BaseException:
+                # The update must be closed, which fails too, for lack of the operator; the first error counts.
+                with suppress(RuntimeError):
+                    self.npu.graph_task_update_end(self.update_stream)
+                raise
+            self.npu.graph_task_update_end(self.update_stream)
             handle.event.record(self.update_stream)
 
     def release_task(self, handle: UpdatableTask) -> None:

@@ -823,8 +823,8 @@ def serving(scenario: Scenario, engine_type: Callable[[Scenario], Engine] = Engi
         RuntimeError: The device found a fault.
         AssertionError: The referee or the comparison did.
     """
-    limits = npu.device.limits
-    npu.device.limits = attrs.evolve(limits, auto_reset=scenario.auto_reset)
+    limits = npu.hardware.limits
+    npu.hardware.limits = attrs.evolve(limits, auto_reset=scenario.auto_reset)
     engine = None
     try:
         with torch.inference_mode():
@@ -842,7 +842,7 @@ def serving(scenario: Scenario, engine_type: Callable[[Scenario], Engine] = Engi
     finally:
         if engine is not None:
             engine.close()
-        npu.device.limits = limits
+        npu.hardware.limits = limits
 
 
 def run(scenario: Scenario, engine_type: Callable[[Scenario], Engine] = Engine) -> Engine:
@@ -850,10 +850,10 @@ def run(scenario: Scenario, engine_type: Callable[[Scenario], Engine] = Engine) 
     Serve all of *scenario*; the host must not wait between steps.
     """
     with serving(scenario, engine_type) as engine:
-        num_waits = npu.device.host_synchronizations
+        num_waits = npu.hardware.host_synchronizations
         for batch in scenario.batches:
             engine.step(batch)
-        assert npu.device.host_synchronizations == num_waits
+        assert npu.hardware.host_synchronizations == num_waits
     return engine
 
 

@@ -376,10 +376,10 @@ def test_behind_the_host(kind):
     engine.capture(*graphs)
     for seed in range(NUM_SEEDS):
         steps = draw(random.Random(seed), engine, *graphs)
-        num_waits = npu.device.host_synchronizations
+        num_waits = npu.hardware.host_synchronizations
         with npu.explore(seed):
             results = [engine.submit(step) for step in steps]
-            assert npu.device.host_synchronizations == num_waits
+            assert npu.hardware.host_synchronizations == num_waits
         for result, step in zip(results, steps, strict=True):
             exactly(result, engine.eager(step))
 

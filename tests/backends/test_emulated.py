@@ -59,7 +59,7 @@ def num_streams(monkeypatch, _no_collection):
     """
     Leaves the device that many streams, two, and no more.
     """
-    monkeypatch.setattr(npu.device, "stream_limit", npu.device.streams_held + 2)
+    monkeypatch.setattr(npu.hardware.limits, "streams", npu.hardware.streams_held + 2)
     return 2
 
 
@@ -604,19 +604,19 @@ def test_every_graph_holds_a_stream_until_its_reset(num_streams):
     """
     When no stream is left a capture fails with CANN's text and takes nothing; a reset makes room again.
     """
-    x, held = torch.ones(2), npu.device.streams_held
+    x, held = torch.ones(2), npu.hardware.streams_held
     graphs = [capture(lambda: x + 1)[0] for _ in range(num_streams)]
-    assert npu.device.streams_held == held + num_streams
+    assert npu.hardware.streams_held == held + num_streams
 
     graph = npu.NPUGraph()
     with pytest.raises(RuntimeError, match=r"207008.*stream resource.*ACL_ERROR_RT_NO_STREAM_RESOURCE"):
         capture(lambda: x + 1, graph)
     graph.reset()
-    assert npu.device.streams_held == held + num_streams
+    assert npu.hardware.streams_held == held + num_streams
 
     for _ in range(2):
         graphs[0].reset()
-    assert npu.device.streams_held == held + num_streams - 1
+    assert npu.hardware.streams_held == held + num_streams - 1
 
     _, output = capture(lambda: x + 1, graph)
     graph.replay()
@@ -628,20 +628,20 @@ def test_a_graph_that_nobody_keeps_gives_its_stream_back(num_streams):
     """
     Python's end of a graph is its reset.
     """
-    x, held = torch.ones(2), npu.device.streams_held
+    x, held = torch.ones(2), npu.hardware.streams_held
     for _ in range(num_streams + 1):
         graph, _ = capture(lambda: x + 1)
-        assert npu.device.streams_held == held + 1
+        assert npu.hardware.streams_held == held + 1
         del graph
 
-    assert npu.device.streams_held == held
+    assert npu.hardware.streams_held == held
 
 
 def test_default_stream_limit():
     """
     An Atlas A2 or A3 has 1984 streams.
     """
-    assert npu.device.stream_limit == 1984
+    assert npu.hardware.limits.streams == 1984
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -650,7 +650,7 @@ def test_capture_that_fails_half_way(error, num_streams):
     An exception in the captured function ends the capture; a reset gives the stream back, and the graph can
     capture again.
     """
-    x, held, graph = torch.ones(2), npu.device.streams_held, npu.NPUGraph()
+    x, held, graph = torch.ones(2), npu.hardware.streams_held, npu.NPUGraph()
 
     def half():
         npu.graph_task_group_begin(npu.current_stream())
@@ -663,7 +663,7 @@ def test_capture_that_fails_half_way(error, num_streams):
     assert npu.current_stream() is npu.default_stream()
 
     graph.reset()
-    assert npu.device.streams_held == held
+    assert npu.hardware.streams_held == held
     assert x.tolist() == [1.0, 1.0]
 
     _, output = capture(lambda: x + 1, graph)
@@ -676,7 +676,7 @@ def test_reset_ends_a_capture(num_streams):
     """
     A capture that was begun and never ended is ended by the reset.
     """
-    x, graph, held = torch.ones(2), npu.NPUGraph(), npu.device.streams_held
+    x, graph, held = torch.ones(2), npu.NPUGraph(), npu.hardware.streams_held
     with npu.stream(npu.Stream()):
         graph.capture_begin()
         x.add_(1)
@@ -684,7 +684,7 @@ def test_reset_ends_a_capture(num_streams):
     x.add_(1)
 
     assert x.tolist() == [2.0, 2.0]
-    assert npu.device.streams_held == held
+    assert npu.hardware.streams_held == held
 
 
 def test_a_graph_captures_once():
@@ -730,11 +730,11 @@ def test_captures_that_cannot_begin(options, error, message):
     """
     A capture that does not begin holds no stream and leaves the current stream alone.
     """
-    held = npu.device.streams_held
+    held = npu.hardware.streams_held
     with pytest.raises(error, match=message):
         capture(lambda: torch.ones(2), **options)
 
-    assert npu.device.streams_held == held
+    assert npu.hardware.streams_held == held
 
 
 @pytest.mark.parametrize("capture_error_mode", ["global", "thread_local", "relaxed"])

@@ -232,9 +232,9 @@ def take_faults():
     """
     Let the device run; return what it found, and forget that.
     """
-    npu.device.schedule.drain()
-    faults = list(npu.device.faults)
-    npu.device.faults.clear()
+    npu.hardware.schedule.drain()
+    faults = list(npu.hardware.faults)
+    npu.hardware.faults.clear()
     return faults
 
 

@@ -8,7 +8,7 @@ import torch
 
 from aclgraph_dispatch import BatchDescriptor, RuntimeMode
 from aclgraph_dispatch.backends import emulated as npu
-from aclgraph_dispatch.backends.emulated.device import STREAM_LIMITS
+from aclgraph_dispatch.backends.emulated.limits import STREAM_LIMITS
 from aclgraph_dispatch.backends.npu import NpuBackend
 from aclgraph_dispatch.errors import CaptureError
 from aclgraph_dispatch.pool import GraphKey, GraphPool
@@ -26,10 +26,10 @@ def limits(monkeypatch):
     """
     gc.collect()
     gc.disable()
-    streams = STREAM_LIMITS["legacy-1800"] + npu.device.streams_held
-    monkeypatch.setattr(npu.device, "limits", attrs.evolve(npu.device.limits, streams=streams))
+    streams = STREAM_LIMITS["legacy-1800"] + npu.hardware.streams_held
+    monkeypatch.setattr(npu.hardware, "limits", attrs.evolve(npu.hardware.limits, streams=streams))
     with torch.inference_mode():
-        yield npu.device.limits
+        yield npu.hardware.limits
     gc.enable()
 
 
@@ -99,7 +99,7 @@ def taken():
     Streams and bytes that are gone.
     """
     free, total = npu.mem_get_info()
-    return npu.device.streams_held, total - free
+    return npu.hardware.streams_held, total - free
 
 
 @pytest.mark.parametrize("streams_per_graph", [1, 2])
@@ -125,7 +125,7 @@ def test_a_deep_model_runs_out_of_streams(limits, streams_per_graph, old_driver,
 
     with pytest.raises(CaptureError, match=rf"piece={rest // streams_per_graph}\) failed: .*{text}"):
         model.capture(num_sizes + 1)
-    assert npu.device.streams_held == limits.streams - rest % streams_per_graph
+    assert npu.hardware.streams_held == limits.streams - rest % streams_per_graph
     model.pool.release(model.descriptor(num_sizes + 1))
     assert taken() == before
 
@@ -142,7 +142,7 @@ def test_room_that_was_given_back_is_room(limits):
     What failed for want of streams succeeds as soon as another size is released.
     """
     model = Model(has_side_stream=False)
-    limits.streams = npu.device.streams_held + 2 * NUM_PIECES
+    limits.streams = npu.hardware.streams_held + 2 * NUM_PIECES
     for num_tokens in (1, 2):
         model.capture(num_tokens)
     for released, num_tokens in ((None, 3), (1, 3), (2, 4)):
@@ -162,7 +162,7 @@ def test_the_side_stream_that_is_one_too_many(limits):
     With one stream left a capture begins and fails where its side stream joins; it keeps nothing.
     """
     model = Model(has_side_stream=True)
-    limits.streams = npu.device.streams_held + 1
+    limits.streams = npu.hardware.streams_held + 1
     before = taken()
 
     with pytest.raises(CaptureError, match=r"New capture stream failed, error code is 207008"):

@@ -134,7 +134,7 @@ def test_failed_capture_gives_everything_back(backend, error):
     """
     After an exception in the captured function the stream is back, and the backend captures again.
     """
-    streams_held, stream = emulated.device.streams_held, emulated.current_stream()
+    streams_held, stream = emulated.hardware.streams_held, emulated.current_stream()
     x = torch.ones(2)
 
     def run():
@@ -147,7 +147,7 @@ def test_failed_capture_gives_everything_back(backend, error):
 
     assert caught.value.args == ("half-way",)
     assert not backend.is_capturing
-    assert (streams_held, stream) == (emulated.device.streams_held, emulated.current_stream())
+    assert (streams_held, stream) == (emulated.hardware.streams_held, emulated.current_stream())
     assert x.tolist() == [1.0, 1.0]
     assert isinstance(backend.capture(lambda: x + 1, release_output=False)[2], torch.Tensor)
 
@@ -156,7 +156,7 @@ def test_no_stream_is_left(backend, monkeypatch):
     """
     When streams run out the user reads CANN's text; the graphs captured so far still work.
     """
-    monkeypatch.setattr(emulated.device, "stream_limit", emulated.device.streams_held + 1)
+    monkeypatch.setattr(emulated.hardware.limits, "streams", emulated.hardware.streams_held + 1)
     pool, x = GraphPool(backend), torch.ones(2)
     graph, output = pool.capture(GraphKey(FULL), lambda: x + 1, addresses=[])
 
@@ -167,7 +167,7 @@ def test_no_stream_is_left(backend, monkeypatch):
 
     pool.clear()
 
-    assert emulated.device.stream_limit == emulated.device.streams_held + 1
+    assert emulated.hardware.limits.streams == emulated.hardware.streams_held + 1
 
 
 def test_updates_of_a_pool_on_this_backend(backend):

@@ -48,6 +48,7 @@ the constructor and every public method are compared.
 """
 
 OWN = {
+    "hardware": "the state of the one device, which a real device keeps to itself",
     "explore": "chooses the schedule by which streams advance",
     "register_composite": "tells the emulation's recorder what an operator consists of",
     "weak_ref_tensor": "stands for torch_npu._C._weak_ref_tensor; a backend is given it, apart from the namespace",

@@ -1,15 +1,15 @@
 """
 A `torch.npu` on CPU tensors: the same names with the same semantics.
 
-`device`, `explore`, `register_composite`, `weak_ref_tensor` are the emulation's own: the state of the device, the
-schedule that runs it behind the host, what graphs trace into, and what vllm-ascend has a C++ operator for.
+`hardware` (the state of the device), `explore` (the schedule that runs it behind the host), `register_composite`
+(what graphs trace into) and `weak_ref_tensor` (for which vllm-ascend has a C++ operator) are the emulation's own.
 """
 
 from .device import (
     Stream,
     current_stream,
     default_stream,
-    device,
+    hardware,
     is_current_stream_capturing,
     stream,
     synchronize,
@@ -33,7 +33,6 @@ __all__ = [
     "Stream",
     "current_stream",
     "default_stream",
-    "device",
     "empty_cache",
     "explore",
     "graph",
@@ -42,6 +41,7 @@ __all__ = [
     "graph_task_group_end",
     "graph_task_update_begin",
     "graph_task_update_end",
+    "hardware",
     "is_current_stream_capturing",
     "mem_get_info",
     "register_composite",

@@ -5,8 +5,9 @@ from typing import Any
 
 import attrs
 
-from .device import Call, Stream, current_stream, device
+from .device import Stream, current_stream, hardware
 from .faults import LostRecordError
+from .schedule import Call
 
 
 class Event:
@@ -27,7 +28,7 @@ class Event:
         Mark what *stream* holds now.
         """
         stream = stream or current_stream()
-        graph = device.capturing
+        graph = hardware.capturing
         if graph is not None and stream in graph.lanes:
             self._captured = graph.record_mark(stream)
             return
@@ -41,7 +42,7 @@ class Event:
         Let *stream* wait for the last mark made so far.
         """
         stream = stream or current_stream()
-        graph = device.capturing
+        graph = hardware.capturing
         if self._captured is not None and graph is not None and self._captured in graph.recorder.items:
             graph.wait_mark(stream, self._captured)
             return
@@ -54,14 +55,14 @@ class Event:
         """
         Whether the last mark was reached.
         """
-        device.refuse_while_capturing("query an event")
+        hardware.refuse_while_capturing("query an event")
         return self._done >= self._submitted
 
     def synchronize(self) -> None:
         """
         Let the host wait for the last mark.
         """
-        device.synchronize("synchronize an event")
+        hardware.synchronize("synchronize an event")
 
     def _fire(self, number: int) -> None:
         self._done = max(self._done, number)
@@ -81,13 +82,13 @@ class _Wait:
     event: Event
     number: int
 
-    def blocked_on(self) -> str | None:
-        return None if self.event.reached(self.number) else f"{self.event}, mark {self.number}"
+    def is_ready(self) -> bool:
+        return self.event.reached(self.number)
 
-    def advance(self) -> bool:
-        return self.blocked_on() is None
+    def blocked_on(self) -> str:
+        return f"{self.event}, mark {self.number}"
 
-    run_through = advance
+    advance = run_through = is_ready
 
 
 class ExternalEvent:
@@ -116,7 +117,7 @@ class ExternalEvent:
         """
         stream = stream or current_stream()
         self._awaited = False
-        graph = device.capturing
+        graph = hardware.capturing
         if graph is not None and stream in graph.lanes:
             graph.note_call(stream, self.set)
         else:
@@ -129,13 +130,13 @@ class ExternalEvent:
         Raises:
             RuntimeError: It is waited for already.
         """
-        if self._awaited and device.limits.auto_reset:
+        if self._awaited and hardware.limits.auto_reset:
             raise RuntimeError(
                 "External event: A single record operation cannot be associated with multiple wait operations."
             )
         self._awaited = True
         stream = stream or current_stream()
-        graph = device.capturing
+        graph = hardware.capturing
         if graph is not None and stream in graph.lanes:
             graph.note_wait(stream, self)
             self.graph = f" of {graph.name}"
@@ -147,9 +148,9 @@ class ExternalEvent:
         Clear the flag when all that *stream* holds now has run.
         """
         stream = stream or current_stream()
-        if device.limits.auto_reset:
+        if hardware.limits.auto_reset:
             return
-        graph = device.capturing
+        graph = hardware.capturing
         if graph is not None and stream in graph.lanes:
             graph.note_call(stream, self.clear)
         else:
@@ -168,7 +169,7 @@ class ExternalEvent:
         """
         self.num_records += 1
         if self._set_by > self._consumed:
-            device.faults.append(
+            hardware.faults.append(
                 LostRecordError(
                     f"record {self.num_records} of {self} is lost: record {self._set_by} has not been waited for, "
                     "and an event recorded twice is recorded once"
@@ -181,7 +182,7 @@ class ExternalEvent:
         Execute a satisfied wait; the emulation's own.
         """
         self._consumed = self._set_by
-        if device.limits.auto_reset:
+        if hardware.limits.auto_reset:
             self._set_by = 0
 
     def clear(self) -> None:
@@ -189,7 +190,7 @@ class ExternalEvent:
         Execute a reset; the emulation's own.
         """
         if self._set_by > self._consumed:
-            device.faults.append(
+            hardware.faults.append(
                 LostRecordError(
                     f"record {self._set_by} of {self} is lost: it came after the wait it was not meant for, and "
                     "the reset behind that wait erased it"
@@ -205,9 +206,10 @@ class ExternalEvent:
 class _ExternalWait:
     event: ExternalEvent
 
-    def blocked_on(self) -> str | None:
-        if self.event.is_set:
-            return None
+    def is_ready(self) -> bool:
+        return self.event.is_set
+
+    def blocked_on(self) -> str:
         return f"{self.event}, recorded {self.event.num_records} times so far"
 
     def advance(self) -> bool:
@@ -215,4 +217,4 @@ class _ExternalWait:
         return True
 
     def run_through(self) -> bool:
-        return self.blocked_on() is None and self.advance()
+        return self.is_ready() and self.advance()

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from .device import Call, Explore, device
+from .device import hardware
 from .operator import operator
 from .recorder import Recorder, poison, selects_by_mask
 from .replay import run_checked
+from .schedule import Call, Explore
 
 
 @contextmanager
@@ -25,19 +26,19 @@ def explore(seed: int, *, eager_operators: bool = True) -> Iterator[None]:
     Raises:
         FaultError: The program uses the device wrongly.
     """
-    device.drain()
-    previous = device.schedule
-    device.schedule = Explore(seed, host_reads=not eager_operators)
+    hardware.drain()
+    previous = hardware.schedule
+    hardware.schedule = Explore(seed, host_reads=not eager_operators)
     try:
         with _EagerOperators() if eager_operators else nullcontext():
             yield
-        device.drain()
+        hardware.drain()
     except Exception as exc:
         exc.add_note(f"found by explore({seed}); the same seed gives the same run")
-        device.forget()
+        hardware.forget()
         raise
     finally:
-        device.schedule = previous
+        hardware.schedule = previous
 
 
 class _EagerOperators(Recorder):
@@ -48,10 +49,10 @@ class _EagerOperators(Recorder):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if device.capturing is not None:
+        if hardware.capturing is not None:
             return func(*args, **(kwargs or {}))
         if operator(func).needs_host or selects_by_mask(operator(func), args):
-            device.synchronize("read a value", device.current_stream)
+            hardware.synchronize("read a value", hardware.current_stream)
             return func(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         tasks, self.items, self.fresh = self.items, [], []

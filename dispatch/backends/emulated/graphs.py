@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from .device import Explore, Stream, device, synchronize
+from .device import Stream, hardware, synchronize
 from .device import stream as _stream
 from .events import ExternalEvent
 from .faults import FreedInputError
@@ -43,6 +43,7 @@ from .replay import (
     segments,
     unjoined,
 )
+from .schedule import Explore
 
 
 class NPUGraph:
@@ -90,16 +91,16 @@ class NPUGraph:
                 "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got "
                 f"{capture_error_mode}"
             )
-        device.refuse_while_capturing("begin another capture")
-        if device.current_stream is device.default_stream:
+        hardware.refuse_while_capturing("begin another capture")
+        if hardware.current_stream is hardware.default_stream:
             raise RuntimeError("NPU graphs must be captured on a non-default stream.")
         self._start = time.perf_counter()
-        self._join(device.current_stream, "aclmdlRICaptureBegin")
+        self._join(hardware.current_stream, "aclmdlRICaptureBegin")
         self._pool = pool or own_pool()
         self._memory = mempools.setdefault(self._pool, Mempool())
         self._victims = self._memory.dropped()
         self._recorder = Recorder()
-        device.capturing = self
+        hardware.capturing = self
         self._recorder.__enter__()
 
     def capture_end(self) -> None:
@@ -111,7 +112,7 @@ class NPUGraph:
         """
         first = next(iter(self.lanes), None)
         recorder = self._stop()
-        if device.current_stream is not first:
+        if hardware.current_stream is not first:
             self.reset()
             raise RuntimeError("Capture must end on the same stream it began on.")
         stray = unjoined(recorder.items, first)
@@ -146,16 +147,16 @@ class NPUGraph:
         """
         if self._items is None:
             raise RuntimeError("Called NPUGraph::replay without a preceding successful capture.")
-        device.refuse_while_capturing("replay a graph")
+        hardware.refuse_while_capturing("replay a graph")
         self.num_replays += 1
-        if isinstance(device.schedule, Explore):
+        if isinstance(hardware.schedule, Explore):
             self.refuse_freed(self._inputs)
-            device.current_stream.submit(ExploredReplay(self, self._items, device.schedule))
-            if device.schedule.host_reads and not any(wait for wait, _ in self._segments):
+            hardware.current_stream.submit(ExploredReplay(self, self._items, hardware.schedule))
+            if hardware.schedule.host_reads and not any(wait for wait, _ in self._segments):
                 # The operators that follow are the host's here, and read what this graph writes.
-                device.drain()
+                hardware.drain()
         else:
-            device.current_stream.submit(InlineReplay(self, self._segments))
+            hardware.current_stream.submit(InlineReplay(self, self._segments))
 
     def reset(self) -> None:
         """
@@ -174,7 +175,7 @@ class NPUGraph:
         self._blocks = set()
         self._sizes = {}
         self.lanes = {}
-        device.release_streams(self._num_streams)
+        hardware.release_streams(self._num_streams)
         self._num_streams = 0
 
     def pool(self) -> MempoolId:
@@ -293,7 +294,7 @@ class NPUGraph:
         self._memory.fresh |= self._blocks
 
     def _join(self, stream: Stream, what: str) -> None:
-        device.acquire_stream(what)
+        hardware.acquire_stream(what)
         self._num_streams += 1
         self.lanes[stream] = None
 
@@ -303,7 +304,7 @@ class NPUGraph:
             raise RuntimeError("Called NPUGraph::capture_end without capture_begin.")
         recorder.__exit__(None, None, None)
         self._recorder = None
-        device.capturing = None
+        hardware.capturing = None
         self._made = recorder.fresh  # kept, so that no address in `owners` is given to anybody else
         for tensor in self._made:
             owners[address_of(tensor)] = self

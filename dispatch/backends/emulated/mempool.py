@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from .device import device as emulated
+from .device import hardware
 from .recorder import alias, aliases, poison
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     Another tensor on the memory of *tensor* that does not keep it from being reused by later graphs.
     """
     address = address_of(tensor)
-    graph: NPUGraph | None = emulated.capturing
+    graph: NPUGraph | None = hardware.capturing
     # Memory that was there before the capture is nobody's to reuse.
     if graph is None or not graph.made(address):
         graph = owners.get(address)
@@ -121,7 +121,7 @@ def mem_get_info(device: object = None) -> tuple[int, int]:
     """
     Free and total memory in bytes, as far as graphs take it.
     """
-    total = emulated.limits.memory_bytes
+    total = hardware.limits.memory_bytes
     return total - sum(pool.num_bytes for pool in mempools.values()), total
 
 
@@ -129,7 +129,7 @@ def empty_cache() -> None:
     """
     Give cached memory back; the emulation caches none.
     """
-    emulated.refuse_while_capturing("empty the cache")
+    hardware.refuse_while_capturing("empty the cache")
 
 
 def address_of(tensor: torch.Tensor) -> int:

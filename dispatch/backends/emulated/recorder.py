@@ -31,8 +31,9 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .device import Explore, device
+from .device import hardware
 from .operator import Operator, operator
+from .schedule import Explore
 
 if TYPE_CHECKING:
     from .task_update import TaskGroup
@@ -50,7 +51,7 @@ class Task:
     def __init__(self, overload: OpOverload, outputs: tuple[torch.Tensor, ...]) -> None:
         self.overload = overload
         self.outputs = outputs
-        self.lane = device.current_stream
+        self.lane = hardware.current_stream
         self.group: TaskGroup | None = None
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
@@ -165,13 +166,37 @@ class Recorder(TorchDispatchMode):
 
 class UpdateRecorder(TorchDispatchMode):
     """
-    Notes the operators that replace those of a task group; nothing is run.
+    Notes the operators that replace those of a task group; nothing is run. One serves all updates of a stream.
     """
 
-    def __init__(self, tasks: tuple[Task, ...]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tasks = tasks
+        self.tasks: tuple[Task, ...] = ()
         self.calls: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]] = []
+
+    def begin(self, tasks: tuple[Task, ...]) -> None:
+        """
+        Start to note what replaces *tasks*.
+        """
+        self.tasks = tasks
+        self.calls = []
+        self.__enter__()
+
+    def end(self) -> list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]]:
+        """
+        Return what was noted.
+
+        Raises:
+            RuntimeError: The operators differ from those captured, in number or in kind.
+        """
+        self.__exit__(None, None, None)
+        calls, tasks = self.calls, self.tasks
+        if len(calls) != len(tasks) or any(t.overload is not c[0] for t, c in zip(tasks, calls, strict=True)):
+            raise RuntimeError(
+                f"a task update must issue the operators of its task group, {[t.overload for t in tasks]}; "
+                f"got {[overload for overload, _, _ in calls]}"
+            )
+        return calls
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -181,34 +206,17 @@ class UpdateRecorder(TorchDispatchMode):
         if op.body is not None:
             with self:
                 return op.body(*args, **kwargs)
-        if not op.mutates and (op.allocates or any(a.alias_info is not None for a in func._schema.returns)):
+        if op.mutates:
+            self.calls.append((func, *alias((args, kwargs))))
+            return written(op, args, kwargs)
+        if op.allocates or any(a.alias_info is not None for a in func._schema.returns):
             return func(*args, **kwargs)
         task = self.tasks[len(self.calls)] if len(self.calls) < len(self.tasks) else None
         self.calls.append((func, *alias((args, kwargs))))
-        if op.mutates:
-            return written(op, args, kwargs)
         if task is None or task.overload is not func:
             # The update fails at its end; until then the caller gets a result of the right kind.
             return func(*args, **kwargs)
         return task.outputs[0] if len(task.outputs) == 1 else task.outputs
-
-    def check(self) -> None:
-        """
-        Raise if the operators differ from those captured, in number or in kind.
-        """
-        captured = [task.overload for task in self.tasks]
-        called = [func for func, _, _ in self.calls]
-        if captured != called:
-            raise RuntimeError(
-                f"a task update must issue the operators of its task group, {captured}; got {called}"
-            )
-
-    def apply(self) -> None:
-        """
-        Give the tasks their new arguments.
-        """
-        for task, (_, args, kwargs) in zip(self.tasks, self.calls, strict=True):
-            task.bind(args, kwargs)
 
 
 class Aliases:
@@ -254,7 +262,7 @@ def alias(values: Any) -> Any:
     if isinstance(values, torch.Tensor):
         # Not `aten.alias`: outside of inference mode a view keeps the object that it is a view of.
         result = values.data
-        if isinstance(device.schedule, Explore):
+        if isinstance(hardware.schedule, Explore):
             aliases.add(result)
         return result
     if type(values) in (tuple, list):

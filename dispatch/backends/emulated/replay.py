@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from .device import Explore, Stream, device
+from .device import Stream, hardware
 from .events import ExternalEvent
 from .faults import ClobberedError, StaleParameterError
 from .mempool import address_of, clobbered, owners
 from .program import Program, is_expressible
 from .recorder import Task
+from .schedule import Explore
 
 if TYPE_CHECKING:
     from .graphs import NPUGraph
@@ -111,9 +112,14 @@ class InlineReplay:
         self._segments = segments
         self._position = -1
 
-    def blocked_on(self) -> str | None:
+    def is_ready(self) -> bool:
         wait = self._segments[max(self._position, 0)][0]
-        return None if wait is None or wait.event.is_set else wait.blocked_on()
+        return wait is None or wait.event.is_set
+
+    def blocked_on(self) -> str:
+        wait = self._segments[self._position][0]
+        assert wait is not None
+        return wait.blocked_on()
 
     def run_through(self) -> bool:
         if self._position < 0:
@@ -154,9 +160,12 @@ class ExploredReplay:
         self._marks: set[Mark] = set()
         self._begun = False
 
-    def blocked_on(self) -> str | None:
-        blocked = [self._blocked(item) for item in self._next()]
-        return None if not blocked or None in blocked else ", ".join(filter(None, blocked))
+    def is_ready(self) -> bool:
+        following = self._next()
+        return not following or any(self._blocked(item) is None for item in following)
+
+    def blocked_on(self) -> str:
+        return ", ".join(filter(None, map(self._blocked, self._next())))
 
     def advance(self) -> bool:
         if not self._begun:
@@ -206,7 +215,7 @@ class ExploredReplay:
         group = task.group
         assert group is not None
         if group.num_applied != self._number:
-            device.faults.append(
+            hardware.faults.append(
                 StaleParameterError(
                     f"replay {self._number} of {self._graph} ran {task.overload} with stale parameters: "
                     f"{group.num_applied} updates were applied, {group.num_submitted} submitted"
@@ -225,6 +234,6 @@ def run_checked(task: Task) -> None:
                 f"{task.overload} read the output of a graph after it was clobbered by a replay of {by}; "
                 "copy it before, or hold the tensor, not a weak reference"
             )
-            device.faults.append(ClobberedError(msg))
+            hardware.faults.append(ClobberedError(msg))
     with torch.inference_mode():
         task.run()

@@ -2,8 +2,9 @@
 
 import attrs
 
-from .device import Call, Stream, device
+from .device import Stream, hardware
 from .recorder import Recorder, Task, UpdateRecorder
+from .schedule import Call
 
 
 @attrs.define(eq=False)
@@ -47,7 +48,8 @@ def graph_task_group_end(stream: Stream) -> TaskGroup:
     return group
 
 
-_updates: dict[Stream, tuple[TaskGroup, UpdateRecorder]] = {}
+_recorders: dict[Stream, UpdateRecorder] = {}
+_open: dict[Stream, TaskGroup] = {}
 
 
 def graph_task_update_begin(stream: Stream, handle: TaskGroup) -> None:
@@ -58,11 +60,13 @@ def graph_task_update_begin(stream: Stream, handle: TaskGroup) -> None:
     Raises:
         RuntimeError: *stream* is capturing, or an update is open on it.
     """
-    device.refuse_while_capturing("update a task")
-    if stream in _updates:
+    hardware.refuse_while_capturing("update a task")
+    if stream in _open:
         raise RuntimeError("graph_task_update_begin while an update is open on this stream")
-    _updates[stream] = handle, UpdateRecorder(handle.task_group)
-    _updates[stream][1].__enter__()
+    if stream not in _recorders:
+        _recorders[stream] = UpdateRecorder()
+    _open[stream] = handle
+    _recorders[stream].begin(handle.task_group)
 
 
 def graph_task_update_end(stream: Stream) -> None:
@@ -72,22 +76,22 @@ def graph_task_update_end(stream: Stream) -> None:
     Raises:
         RuntimeError: Other operators were called than captured, in number or in kind; nothing is replaced.
     """
-    group, update = _updates.pop(stream, (None, None))
-    if group is None or update is None:
+    group = _open.pop(stream, None)
+    if group is None:
         raise RuntimeError("graph_task_update_end without graph_task_update_begin")
-    update.__exit__(None, None, None)
-    update.check()
+    calls = _recorders[stream].end()
     group.num_submitted += 1
 
     def apply() -> None:
-        update.apply()
+        for task, (_, args, kwargs) in zip(group.task_group, calls, strict=True):
+            task.bind(args, kwargs)
         group.num_applied += 1
 
     stream.submit(Call(apply))
 
 
 def _recorder(stream: Stream) -> Recorder:
-    if device.capturing is None or stream not in device.capturing.lanes:
+    if hardware.capturing is None or stream not in hardware.capturing.lanes:
         raise RuntimeError("graph task groups can only be used while the stream is capturing")
-    recorder: Recorder = device.capturing.recorder
+    recorder: Recorder = hardware.capturing.recorder
     return recorder
