@@ -5,6 +5,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -56,6 +58,10 @@ class DispatchModelRunner(DispatchMixin, CPUModelRunner):
         return num_bytes
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        context = get_forward_context()
+        if context.cudagraph_runtime_mode == CUDAGraphMode.NONE:
+            # Compiled code only exists here to be cut into pieces; it runs the same kernels, but slower.
+            context.skip_compiled = True
         # What reads the output next is no device operator here: CPU tensors are read without asking anyone. So the
         # emulation runs everything to its end, where a device has a data dependency.
         if self._explore_seed is None:

@@ -1,5 +1,6 @@
 """The emulated NPU as a vLLM platform: the CPU, with graphs."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
@@ -56,6 +57,9 @@ class EmulatedNpuPlatform(CpuPlatform):
             return
         # Before vLLM derives custom operators and IR settings from it, so that the same kernels run as eagerly.
         compilation.backend = "eager"
+        # Nothing is compiled ahead of time for this backend, but vLLM would hash its whole configuration every
+        # step to look for it, which takes several milliseconds.
+        os.environ["VLLM_USE_AOT_COMPILE"] = "0"
         # On by default with those operators; their classes are not imported on a CPU.
         compilation.pass_config.fuse_norm_quant = False
         compilation.pass_config.fuse_act_quant = False

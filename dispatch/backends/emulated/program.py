@@ -16,9 +16,25 @@ from torch._ops import OpOverload
 from .recorder import Task
 
 
+class Interpreted:
+    """
+    Context in which programs run: as they are. To optimise them would take more time than they have to save, up to
+    30 ms at the first run, and the setting is read at every run.
+    """
+
+    __slots__ = ("_previous",)
+
+    def __enter__(self) -> None:
+        self._previous = torch._C._get_graph_executor_optimize()
+        torch._C._set_graph_executor_optimize(False)
+
+    def __exit__(self, *exc_info: object) -> None:
+        torch._C._set_graph_executor_optimize(self._previous)
+
+
 class Program:
     """
-    Consecutive tasks as one callable.
+    Consecutive tasks as one callable, to be run within `Interpreted`.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:

@@ -11,7 +11,7 @@ from .device import Stream, hardware
 from .events import ExternalEvent
 from .faults import ClobberedError, StaleParameterError
 from .mempool import address_of, clobbered, owners
-from .program import Program, is_expressible
+from .program import Interpreted, Program, is_expressible
 from .recorder import Task
 from .schedule import Explore
 
@@ -139,8 +139,9 @@ class InlineReplay:
                 if not wait.event.is_set:
                     return False
                 wait.event.consume()
-            for item in items:
-                item.run()
+            with Interpreted():
+                for item in items:
+                    item.run()
             self._position += 1
         self._graph.end_replay()
         return True
