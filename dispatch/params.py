@@ -146,7 +146,7 @@ class AttentionParams:
                 submitted.
         """
         tasks = self._tasks.get(descriptor, ())
-        missing = [task.layer_name for task in tasks if task.layer_name not in metadata]
+        missing = [task.layer_name for task in tasks if metadata.get(task.layer_name) is None]
         if missing:
             raise ReplayError(f"no attention metadata for {', '.join(missing)} in a replay of {descriptor}")
 

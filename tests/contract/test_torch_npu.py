@@ -60,7 +60,6 @@ NOT_OFFERED = {
     "Event.from_ipc_handle": "one process",
     "Event.ipc_handle": "one process",
     "Event.recorded_time": "nothing takes time on the emulated device",
-    "NPUGraph.super_kernel_optimize": "changes speed only",
     "Stream.set_data_preprocess_stream": "changes speed only",
 }
 """Public methods of torch_npu's classes that the emulation may lack."""

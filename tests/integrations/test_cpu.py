@@ -176,15 +176,14 @@ def test_explored(model: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("model", ["mla", "gqa"])
-@pytest.mark.parametrize("seed", range(20))
-def test_explored_from_many_seeds(model: str, seed: int) -> None:
+def test_explored_from_many_seeds(model: str) -> None:
     """
     The same from twenty seeds that share no forward pass.
     """
     stock = started(model, None).result()
-    run = start(model, "full_and_piecewise", EXPLORE.format(seed=1000 * seed)).result()
+    runs = [start(model, "full_and_piecewise", EXPLORE.format(seed=1000 * seed)) for seed in range(20)]
 
-    assert stock.tokens == run.tokens
+    assert [stock.tokens] * 20 == [run.result().tokens for run in runs]
 
 
 @pytest.mark.parametrize("model", ["mla", "gqa"])

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from . import super_kernel
+from .auto_dispatch import GraphDispatchMode
 from .device import Stream, hardware, synchronize
 from .device import stream as _stream
 from .events import ExternalEvent
@@ -59,6 +61,8 @@ class NPUGraph:
         """Streams that take part in the capture, the first one first."""
         self.num_replays = 0
         self.capture_seconds = 0.0
+        self.auto_dispatch_capture = False
+        self.graph_dispatch_mode = GraphDispatchMode()
         self._items: list[Item] | None = None
         self._segments: list[Segment] = []
         self._recorder: Recorder | None = None
@@ -188,9 +192,28 @@ class NPUGraph:
 
     def update(self, cpu_update_input: list[dict[str, Any]]) -> None:
         """
-        Not emulated: graphs here are captured without automatic dispatch.
+        Submit the lengths of a replay, see `auto_dispatch`.
+
+        Raises:
+            RuntimeError: It was captured without automatic dispatch, or they do not fit what was captured.
         """
-        raise RuntimeError("NPUGraph.update needs a graph captured with auto_dispatch_capture=True")
+        if not self.auto_dispatch_capture:
+            raise RuntimeError("NPUGraph.update needs a graph captured with auto_dispatch_capture=True")
+        self.graph_dispatch_mode.update_capture_record(cpu_update_input)
+
+    def super_kernel_optimize(
+        self, optimize_options: dict[str, Any] | None = None, debug_options: dict[str, Any] | None = None
+    ) -> None:
+        """
+        Check the options; nothing else changes, for nothing takes time here.
+
+        Raises:
+            RuntimeError: There is no such option, or it is of another type.
+        """
+        if optimize_options is not None:
+            super_kernel.check("optimize_options", optimize_options, super_kernel.OPTIMIZE)
+        if debug_options is not None:
+            super_kernel.check("debug_options", debug_options, super_kernel.DEBUG)
 
     def debug_dump(self, debug_path: str) -> None:
         """
@@ -345,17 +368,19 @@ class graph:  # noqa: N801 -- the name of torch.npu
         auto_dispatch_capture: bool = False,
         capture_error_mode: str = "global",
     ) -> None:
-        if auto_dispatch_capture:
-            raise NotImplementedError("auto_dispatch_capture is not emulated")
         if graph.default_capture_stream is None:
             graph.default_capture_stream = Stream()
         self._graph = npu_graph
+        npu_graph.auto_dispatch_capture = auto_dispatch_capture
         self._pool = pool
         self._stream = stream or graph.default_capture_stream
         self._mode = capture_error_mode
         self._context: Any = None
 
     def __enter__(self) -> None:
+        if self._graph.auto_dispatch_capture and self._graph.graph_dispatch_mode.graph_dispatch_records:
+            # torch_npu keeps them through a reset, and would update what is gone.
+            raise RuntimeError("this NPUGraph instance has records of an earlier capture: create a new instance")
         synchronize()
         empty_cache()
         self._context = _stream(self._stream)
@@ -365,10 +390,15 @@ class graph:  # noqa: N801 -- the name of torch.npu
         except BaseException:
             self._context.__exit__(None, None, None)
             raise
+        if self._graph.auto_dispatch_capture:
+            # After the recorder, so that operators come here first.
+            self._graph.graph_dispatch_mode.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._graph.auto_dispatch_capture:
+            self._graph.graph_dispatch_mode.__exit__(None, None, None)
         try:
             self._graph.capture_end()
         finally:

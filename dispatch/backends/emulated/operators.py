@@ -24,6 +24,8 @@ import attrs
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from .device import hardware
+
 MAX_ROPE_QUERIES = 16
 """Most query tokens of a request where queries and keys come with a rotary part (torch_npu's documentation)."""
 MASK_SIDE = 2048
@@ -446,8 +448,8 @@ def _npu_paged_attention(
     """
     lengths = _on_host(context_lens)
     arguments = (query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, lengths)
-    if workspace is None and not is_in_torch_dispatch_mode():
-        workspace = _empty(query, _paged(*arguments).workspace_bytes())
+    if workspace is None and (_is_for_updates() or not is_in_torch_dispatch_mode()):
+        workspace = _own_workspace(query, _paged(*arguments))
     _paged_attention(*arguments, out, workspace)
 
 
@@ -497,7 +499,7 @@ class _FusedInferAttentionScore:
         Allocate what `out` needs and run it.
         """
         attention = _fused(query, key, value, **options)
-        workspace = _empty(query, attention.workspace_bytes())
+        workspace = _own_workspace(query, attention)
         out = [
             query.new_empty(*query.shape[:-1], attention.values.shape[3]),
             query.new_empty(1, dtype=torch.float32),
@@ -549,6 +551,20 @@ def _on_host(lengths: torch.Tensor | Sequence[int]) -> Sequence[int]:
     with torch._C._DisableTorchDispatch():
         values: list[int] = lengths.tolist()
     return values
+
+
+def _is_for_updates() -> bool:
+    """
+    Whether a graph is being captured that will update the lengths by itself.
+    """
+    return hardware.capturing is not None and hardware.capturing.auto_dispatch_capture
+
+
+def _own_workspace(query: torch.Tensor, attention: _Attention) -> torch.Tensor:
+    """
+    A workspace where the caller gives none: for any lengths if they will be updated.
+    """
+    return _empty(query, attention.max_workspace_bytes() if _is_for_updates() else attention.workspace_bytes())
 
 
 def _empty(query: torch.Tensor, num_bytes: int) -> torch.Tensor:
