@@ -13,21 +13,26 @@ $(VENV)/.requirements: requirements-cpu.txt requirements-vllm.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-vllm.txt
 	touch $@
 
-# The editable install is strict (links, not hooks): a new or moved file needs it again.
-$(VENV)/.installed: $(VENV)/.requirements pyproject.toml $(shell git ls-files -co --exclude-standard '*.py' | xargs -n1 dirname 2>/dev/null | sort -u) 
+# The editable install is strict (links, not hooks): a new or moved file needs it again, an edited one does not. So
+# the stamp's name is the list of files.
+SOURCES := $(shell find dispatch integrations bench -name '*.py' | LC_ALL=C sort | cksum | cut -d ' ' -f 1)
+INSTALLED := $(VENV)/.installed-$(SOURCES)
+
+$(INSTALLED): $(VENV)/.requirements pyproject.toml
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	rm -f $(VENV)/.installed*
 	touch $@
 
-demo: $(VENV)/.installed
+demo: $(INSTALLED)
 	$(BIN)/aclgraph-dispatch demo
 
-test: $(VENV)/.installed
+test: $(INSTALLED)
 	$(BIN)/pytest
 
-test-slow: $(VENV)/.installed
+test-slow: $(INSTALLED)
 	$(BIN)/pytest -m slow
 
-test-real: $(VENV)/.installed
+test-real: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-real.txt
 	$(BIN)/pytest -m real
 
@@ -35,21 +40,22 @@ test-real: $(VENV)/.installed
 WHEEL := --quiet --no-deps --only-binary :all: --python-version 3.11 \
 	--platform manylinux_2_24_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_34_x86_64
 
-.cache/contract/.downloaded: requirements-contract.txt | $(VENV)/.installed
+.cache/contract/.downloaded: requirements-contract.txt | $(INSTALLED)
 	rm -rf $(@D)
 	sed '/^#/d' $< | xargs -n 1 $(BIN)/python -m pip download $(WHEEL) --dest $(@D)
 	touch $@
 
-contract: $(VENV)/.installed .cache/contract/.downloaded
+contract: $(INSTALLED) .cache/contract/.downloaded
 	$(BIN)/pytest tests/contract -m contract
 
-lint: $(VENV)/.installed
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed
-	$(BIN)/pytest tests/micro --benchmark-only -m ''
+bench: $(INSTALLED)
+	$(BIN)/python -m aclgraph_dispatch.bench.replay --model gqa
+	$(BIN)/python -m aclgraph_dispatch.bench.replay --model mla
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

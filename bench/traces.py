@@ -8,6 +8,7 @@ optionally `cached_tokens` (prompt tokens found in a prefix cache).
 import csv
 import gzip
 import io
+import zlib
 from pathlib import Path
 
 import attrs
@@ -41,12 +42,25 @@ def read_trace(path: Path, *, limit: int | None = None) -> tuple[TraceRequest, .
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as exc:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as exc:
         raise TraceError(f"{path} cannot be read as a trace: {exc}") from None
     reader = csv.DictReader(io.StringIO(text))
-    missing = _COLUMNS.keys() - _OPTIONAL - set(reader.fieldnames or ())
+    try:
+        requests = _requests(path, reader, limit)
+    except csv.Error as exc:
+        raise TraceError(f"{path}, line {reader.line_num}: {exc}") from None
+    if not requests:
+        raise TraceError(f"{path} must hold at least one request")
+    return tuple(requests)
+
+
+def _requests(path: Path, reader: "csv.DictReader[str]", limit: int | None) -> list[TraceRequest]:
+    columns = list(reader.fieldnames or ())
+    missing = _COLUMNS.keys() - _OPTIONAL - set(columns)
     if missing:
         raise TraceError(f"{path}, line 1: columns {', '.join(sorted(missing))} are missing")
+    if len(set(columns)) < len(columns):
+        raise TraceError(f"{path}, line 1: columns must not be repeated: {', '.join(columns)}")
     requests: list[TraceRequest] = []
     for row in reader:
         if limit is not None and len(requests) == limit:
@@ -54,14 +68,12 @@ def read_trace(path: Path, *, limit: int | None = None) -> tuple[TraceRequest, .
         where = f"{path}, line {reader.line_num}"
         values = {name: _value(where, name, row[name]) for name in _COLUMNS if row.get(name) is not None}
         if values.keys() < _COLUMNS.keys() - _OPTIONAL or None in row:
-            raise TraceError(f"{where}: must have {len(reader.fieldnames or ())} values")
+            raise TraceError(f"{where}: must have {len(columns)} values")
         arrival_seconds = values.pop("arrival_ms") / 1000
         if requests and arrival_seconds < requests[-1].arrival_seconds:
             raise TraceError(f"{where}, column arrival_ms: must not be earlier than the row before")
         requests.append(TraceRequest(arrival_seconds, **{name: int(value) for name, value in values.items()}))
-    if not requests:
-        raise TraceError(f"{path} must hold at least one request")
-    return tuple(requests)
+    return requests
 
 
 def _value(where: str, column: str, text: str) -> float:

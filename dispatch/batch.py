@@ -111,6 +111,12 @@ class Batch:
     query_len: int = 1
     num_active_loras: int = 0
 
+    def __attrs_post_init__(self) -> None:
+        # One comparison, for this is built every step.
+        if not 0 <= self.num_decodes <= self.num_reqs <= self.num_tokens:
+            msg = f"0 <= decodes <= requests <= tokens must hold: {self}"
+            raise ValueError(msg)
+
     @classmethod
     def of(cls, requests: Sequence[ScheduledRequest], *, query_len: int = 1) -> Self:
         """

@@ -60,6 +60,6 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
     Raises:
         ConfigError: There are some; the message names each with its remedy.
     """
-    found = [f"{u.name} is not supported: {u.remedy}" for u in UNSUPPORTED if u.is_used(vllm_config)]
+    found = [f"not supported with graphs: {u.name}; {u.remedy}" for u in UNSUPPORTED if u.is_used(vllm_config)]
     if found:
         raise ConfigError("aclgraph-dispatch: " + "; ".join(found))

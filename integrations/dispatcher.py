@@ -148,9 +148,10 @@ class DispatchCudagraphDispatcher(CudagraphDispatcher):
         if self.core is None:
             return CUDAGraphMode.NONE, VllmBatchDescriptor(num_tokens)
         batch = self.batch
-        if batch is None or batch.num_tokens != num_tokens:
+        if batch is None:
             kind = BatchKind.UNIFORM_DECODE if uniform_decode else BatchKind.PREFILL
             batch = Batch(kind, num_tokens // self.core.query_len, num_tokens, 0, self.core.query_len)
+        assert batch.num_tokens == num_tokens, (batch, num_tokens)
         allowed = None
         if valid_modes is not None or invalid_modes is not None:
             modes = (valid_modes or frozenset(_MODE)) - (invalid_modes or frozenset())

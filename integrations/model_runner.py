@@ -11,8 +11,9 @@ from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.logger import init_logger
 from vllm.v1.worker.workspace import lock_workspace
 
-from aclgraph_dispatch import BatchKind, CapturePlan, Dispatcher, RuntimeMode
+from aclgraph_dispatch import POLICIES, BatchKind, CapturePlan, Dispatcher, RuntimeMode
 from aclgraph_dispatch.batch import Classifier
+from aclgraph_dispatch.policy import modes_used
 from aclgraph_dispatch.pool import Backend, GraphPool
 from aclgraph_dispatch.records import StepRecords
 
@@ -114,8 +115,13 @@ class DispatchMixin(Runner):
             set_cudagraph_capturing_enabled(False)
         lock_workspace()
         self.capture_seconds = time.perf_counter() - start
-        _log_plan(dispatcher, self.graphs, self.capture_seconds)
+        _log_plan(dispatcher, self.graphs, self.capture_seconds, self.max_num_tokens)
         return 0
+
+    def shutdown(self) -> None:
+        # vLLM's compiler keeps the wrappers, and graphs hold the KV cache.
+        self.graphs.clear()
+        super().shutdown()
 
     def dispatch_report(self) -> dict[str, Any]:
         """
@@ -146,7 +152,9 @@ class DispatchMixin(Runner):
         }
 
 
-def _log_plan(dispatcher: Dispatcher, graphs: GraphPool, capture_seconds: float) -> None:
+def _log_plan(
+    dispatcher: Dispatcher, graphs: GraphPool, capture_seconds: float, max_num_batched_tokens: int
+) -> None:
     counts = graphs.num_graphs_by_mode()
     logger.info(
         "policy %s; FULL %s: %d graphs; PIECEWISE %s: %d graphs; captured in %.1f s",
@@ -157,11 +165,20 @@ def _log_plan(dispatcher: Dispatcher, graphs: GraphPool, capture_seconds: float)
         counts.get(RuntimeMode.PIECEWISE, 0),
         capture_seconds,
     )
-    largest = max(dispatcher.plan.full_sizes, default=0) // dispatcher.query_len
-    if dispatcher.plan.full_sizes and largest < dispatcher.max_num_seqs:
+    modes = modes_used(POLICIES[dispatcher.policy])
+    covered = max(dispatcher.plan.full_sizes, default=0) // dispatcher.query_len
+    if RuntimeMode.FULL in modes and covered < dispatcher.max_num_seqs:
         logger.warning(
-            "decode batches of %d to %d requests have no FULL graph; add %d to full_sizes",
-            largest + 1,
+            "no FULL graph holds a decode batch of more than %d requests, up to %d can be scheduled: add %d to "
+            "full_sizes",
+            covered,
             dispatcher.max_num_seqs,
             dispatcher.max_num_seqs * dispatcher.query_len,
+        )
+    covered = max(dispatcher.plan.piecewise_sizes, default=0)
+    if RuntimeMode.PIECEWISE in modes and covered < max_num_batched_tokens:
+        logger.info(
+            "no PIECEWISE graph holds a step of more than %d tokens, up to %d can be scheduled: those run eagerly",
+            covered,
+            max_num_batched_tokens,
         )

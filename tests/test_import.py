@@ -39,9 +39,9 @@ def test_stays_light(module):
 
 def test_costs_little():
     """
-    The import takes less than 0.2 seconds beyond the interpreter's start.
+    The import takes less than 0.1 seconds of processor time beyond that of numpy, which vLLM imports anyway.
     """
-    assert best_seconds("import aclgraph_dispatch") - best_seconds("pass") < 0.2
+    assert best_seconds("import numpy, aclgraph_dispatch") - best_seconds("import numpy") < 0.1
 
 
 def test_leaves_logging_alone():

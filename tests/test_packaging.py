@@ -120,3 +120,15 @@ def test_tools(arguments):
     status, output = run(*arguments)
 
     assert status == 0, output
+
+
+@pytest.mark.parametrize(("target", "command"), [("demo", "aclgraph-dispatch demo"), ("test", "pytest")])
+def test_make(target, command):
+    """
+    A target installs what it needs, runs its own command, and no other.
+    """
+    root = Path(__file__).parent.parent
+    done = subprocess.run(["make", "-n", target], cwd=root, check=True, capture_output=True, text=True)
+
+    assert done.stdout.splitlines()[-1] == f".venv/bin/{command}"
+    assert not done.stderr

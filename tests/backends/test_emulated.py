@@ -948,3 +948,60 @@ def test_any_program(steps):
     Whatever a program does, replays are eager to the bit: in every value it made and every input it wrote to.
     """
     check(lambda *inputs: run_steps(steps, *inputs), floats(3, 4), floats(4), ints(4))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: (x.amax(),),
+        lambda x: (x.sum(dim=()),),
+        lambda x: (torch.zeros(()) + x,),
+        lambda x: tuple(torch.split_with_sizes_copy(x, [1, 2], 1)),
+        lambda x: tuple(torch._foreach_add([x, x], 1.0)),
+    ],
+)
+def test_empty_lists_and_lists_of_results(program):
+    """
+    An argument that is an empty list, and a result that is a list of tensors, replay like any other.
+    """
+    check(program, floats(2, 3))
+
+
+def test_capture_must_not_end_within_a_task_group():
+    """
+    A task group left open is an error, and the graph holds nothing.
+    """
+    held = npu.hardware.streams_held
+
+    def program():
+        npu.graph_task_group_begin(npu.current_stream())
+        torch.ones(2).add_(1)
+
+    with pytest.raises(RuntimeError, match="within a task group"):
+        capture(program)
+
+    assert held == npu.hardware.streams_held
+
+
+def test_an_event_is_waited_for_alone():
+    """
+    The host waits for an event's own mark, whatever else is stuck.
+    """
+    stuck, external, event = npu.Stream(), npu.ExternalEvent(), npu.Event()
+    external.wait(stuck)
+    event.record()
+    event.synchronize()
+    assert event.query()
+
+    external.record()
+
+
+def test_events_of_a_capture_stay_in_it():
+    """
+    What was recorded in a capture marks nothing outside.
+    """
+    event = npu.Event()
+    capture(lambda: event.record(npu.current_stream()))
+
+    with pytest.raises(RuntimeError, match="only its capture can wait"):
+        event.wait(npu.Stream())

@@ -96,38 +96,39 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "speculative decoding": (
         {"policy": "full_and_piecewise"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-        f"aclgraph-dispatch: speculative decoding is not supported: drop it, {OFF}",
+        f"aclgraph-dispatch: not supported with graphs: speculative decoding; drop it, {OFF}",
     ),
     "tensor parallelism": (
         {},
         {"tensor_parallel_size": 2},
-        f"aclgraph-dispatch: tensor parallelism is not supported: use size 1, {OFF}",
+        f"aclgraph-dispatch: not supported with graphs: tensor parallelism; use size 1, {OFF}",
     ),
     "pipeline parallelism": (
         {},
         {"pipeline_parallel_size": 2},
-        f"aclgraph-dispatch: pipeline parallelism is not supported: use size 1, {OFF}",
+        f"aclgraph-dispatch: not supported with graphs: pipeline parallelism; use size 1, {OFF}",
     ),
     "data parallelism": (
         {},
         {"data_parallel_size": 2},
-        f"aclgraph-dispatch: data parallelism is not supported: use size 1, {OFF}",
+        f"aclgraph-dispatch: not supported with graphs: data parallelism; use size 1, {OFF}",
     ),
     "LoRA": (
         {"policy": "piecewise"},
         {"enable_lora": True},
-        f"aclgraph-dispatch: LoRA is not supported: drop it, {OFF}",
+        f"aclgraph-dispatch: not supported with graphs: LoRA; drop it, {OFF}",
     ),
     "vLLM's worker": (
         {},
         {"worker_cls": "auto"},
-        f"aclgraph-dispatch: vLLM's own CPU worker is not supported: set --worker-cls {WORKER_CLS}, {OFF}",
+        "aclgraph-dispatch: not supported with graphs: vLLM's own CPU worker; "
+        f"set --worker-cls {WORKER_CLS}, {OFF}",
     ),
     "several features": (
         {},
         {"enable_lora": True, "tensor_parallel_size": 2},
-        f"aclgraph-dispatch: LoRA is not supported: drop it, {OFF}; "
-        f"tensor parallelism is not supported: use size 1, {OFF}",
+        f"aclgraph-dispatch: not supported with graphs: LoRA; drop it, {OFF}; "
+        f"not supported with graphs: tensor parallelism; use size 1, {OFF}",
     ),
 }
 """Name: our configuration, what else the engine is told, the message."""

@@ -1,7 +1,12 @@
 """Real vLLM on the emulated NPU, compared with stock vLLM token by token."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
+from aclgraph_dispatch.bench.checkpoints import cached_checkpoint
 from aclgraph_dispatch.bench.live import EngineFailedError, EngineRun
 
 from ..engines import CHECK, EXPLORE, MAX_NUM_SEQS, NO_REFRESH, SHIFTED_INPUT, start, started
@@ -203,3 +208,42 @@ def test_check_finds_stale_parameters() -> None:
     """
     with pytest.raises(EngineFailedError, match=r"a replay of GraphKey\(.*RuntimeMode.FULL.* differs"):
         start("gqa", "full_decode_only", CHECK + NO_REFRESH).result()
+
+
+TWO_ENGINES = """
+import gc, sys
+from vllm import LLM
+from aclgraph_dispatch.backends import emulated
+from aclgraph_dispatch.bench.live import WORKER_CLS
+
+held = []
+for _ in range(2):
+    llm = LLM(
+        sys.argv[1], worker_cls=WORKER_CLS, max_num_seqs=2, max_model_len=64, kv_cache_memory_bytes=1 << 24,
+        additional_config={"aclgraph_dispatch": {"policy": "full_decode_only"}},
+    )
+    llm.generate(["river stone"], use_tqdm=False)
+    held.append(emulated.hardware.streams_held)
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    held.append(emulated.hardware.streams_held)
+print(held)
+"""
+
+
+def test_shutdown_releases_the_graphs() -> None:
+    """
+    An engine that is shut down gives its streams back, and another one can follow in the same process.
+    """
+    environment = os.environ | {
+        "ACLGRAPH_DISPATCH_EMULATE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", TWO_ENGINES, str(cached_checkpoint("gqa"))]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+
+    assert done.stdout.splitlines()[-1] == "[2, 0, 2, 0]"

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from .faults import DeadlockError, FaultError
@@ -57,7 +58,7 @@ class Stream:
         Raises:
             RuntimeError: A graph is being captured.
         """
-        hardware.synchronize("synchronize a stream", self)
+        hardware.synchronize("synchronize a stream", lambda: not self.queue)
 
     def query(self) -> bool:
         """
@@ -120,21 +121,21 @@ class Device:
         if self.capturing is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
 
-    def synchronize(self, what: str, stream: Stream | None = None) -> None:
+    def synchronize(self, what: str, is_done: Callable[[], bool] | None = None) -> None:
         """
         Let the host wait, at the program's request.
         """
         self.refuse_while_capturing(what)
         self.host_synchronizations += 1
-        self.drain(stream)
+        self.drain(is_done)
 
-    def drain(self, stream: Stream | None = None) -> None:
+    def drain(self, is_done: Callable[[], bool] | None = None) -> None:
         """
         Run everything submitted. Where the emulation calls this itself, it stands for a data dependency that a
         device has and CPU tensors have not; it is no synchronization of the program's.
 
         Args:
-            stream: The stream that must come to its end; all, if None.
+            is_done: Whether what is waited for has come; None waits for everything.
 
         Raises:
             FaultError: The program uses the device wrongly.
@@ -143,7 +144,7 @@ class Device:
         if self.faults:
             faults, self.faults = self.faults, []
             raise faults[0]
-        if self.busy if stream is None else stream.queue:
+        if self.busy if is_done is None else not is_done():
             waiting = "; ".join(f"{s} waits for {s.queue[0].blocked_on()}" for s in self.busy)
             behind = {
                 f"; the record of {command.records} is queued behind that on {s}": None

@@ -48,6 +48,8 @@ class Event:
             return
         if graph is not None and stream in graph.lanes:
             raise RuntimeError(f"a capturing stream cannot wait for uncaptured work: {self}")
+        if self._captured is not None:
+            raise RuntimeError(f"only its capture can wait for an event recorded in it: {self}")
         if self._submitted:
             stream.submit(_Wait(self, self._submitted))
 
@@ -62,7 +64,8 @@ class Event:
         """
         Let the host wait for the last mark.
         """
-        hardware.synchronize("synchronize an event")
+        number = self._submitted
+        hardware.synchronize("synchronize an event", lambda: self.reached(number))
 
     def _fire(self, number: int) -> None:
         self._done = max(self._done, number)

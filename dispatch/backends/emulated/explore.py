@@ -52,7 +52,8 @@ class _EagerOperators(Recorder):
         if hardware.capturing is not None:
             return func(*args, **(kwargs or {}))
         if operator(func).needs_host or selects_by_mask(operator(func), args):
-            hardware.synchronize("read a value", hardware.current_stream)
+            stream = hardware.current_stream
+            hardware.synchronize("read a value", lambda: not stream.queue)
             return func(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         tasks, self.items, self.fresh = self.items, [], []

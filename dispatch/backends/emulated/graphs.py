@@ -20,6 +20,7 @@ an exploring schedule reports who reads it afterwards.
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
@@ -116,18 +117,25 @@ class NPUGraph:
         """
         first = next(iter(self.lanes), None)
         recorder = self._stop()
-        if hardware.current_stream is not first:
+        try:
+            self._finish(recorder, first)
+        except BaseException:
             self.reset()
+            raise
+
+    def _finish(self, recorder: Recorder, first: Stream | None) -> None:
+        if hardware.current_stream is not first:
             raise RuntimeError("Capture must end on the same stream it began on.")
+        if recorder.group_start is not None:
+            raise RuntimeError("capture ended within a task group: graph_task_group_end is missing")
         stray = unjoined(recorder.items, first)
         if stray:
-            self.reset()
             raise RuntimeError(
                 f"capture ended with unjoined work on {', '.join(map(str, stray))}: a stream that waited for the "
                 "capturing stream must be waited for by it before the end"
             )
-        self._items = recorder.items
         self._segments = segments(recorder.items)
+        self._items = recorder.items
         self._sizes = {address_of(t): t.untyped_storage().nbytes() for t in recorder.fresh}
         tasks = [item for item in recorder.items if isinstance(item, Task)]
         # Arguments of task groups are looked at when they are used: every replay gets them anew.
@@ -400,6 +408,8 @@ class graph:  # noqa: N801 -- the name of torch.npu
         if self._graph.auto_dispatch_capture:
             self._graph.graph_dispatch_mode.__exit__(None, None, None)
         try:
-            self._graph.capture_end()
+            # What went wrong within the capture counts more than that the capture cannot be ended well.
+            with suppress(RuntimeError) if kind is not None else nullcontext():
+                self._graph.capture_end()
         finally:
             self._context.__exit__(None, None, None)

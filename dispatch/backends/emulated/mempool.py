@@ -80,7 +80,7 @@ class Mempool:
             clobbered.pop(address_of(block.tensor), None)
 
 
-mempools: dict[MempoolId, Mempool] = {}
+mempools: "weakref.WeakValueDictionary[MempoolId, Mempool]" = weakref.WeakValueDictionary()
 clobbered: dict[int, str] = {}
 """Address of an output that was overwritten since its graph's last replay: the name of the graph that did it."""
 owners: "weakref.WeakValueDictionary[int, NPUGraph]" = weakref.WeakValueDictionary()

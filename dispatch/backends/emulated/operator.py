@@ -133,6 +133,8 @@ def _out_variant(overload: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | N
             outs = tuple(a.name for a in given if a.is_out)
             if len(outs) != len(overload._schema.returns) or not outs:
                 continue
+            if any(str(a.type) != "Tensor" for a in given if a.is_out):
+                continue  # a list of tensors to write to: run and copied instead
             if [(a.name, str(a.type)) for a in given if not a.is_out] == arguments:
                 return candidate, outs
     return None

@@ -62,10 +62,8 @@ class Program:
             return graph.insertConstant(_constant(argument, kind))
 
         for task in tasks:
-            overload, args, kwargs = task.call()
-            schema = overload._schema
-            given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-            inputs = [value(given.get(a.name, a.default_value), _kind(a)) for a in schema.arguments]
+            schema = task.call()[0]._schema
+            inputs = [value(given, _kind(argument)) for argument, given in _arguments(task)]
             node = graph.create(schema.name, inputs, len(schema.returns))
             graph.insertNode(node)
         graph.registerOutput(graph.insertConstant(None))
@@ -82,7 +80,22 @@ def is_expressible(task: Task) -> bool:
     """
     Whether the interpreter can make the task's call: no task update changes it, and it writes to given tensors.
     """
-    return task.group is None and task.writes_in_place and _is_plain(task.call()[0])
+    if task.group is not None or not task.writes_in_place:
+        return False
+    # An empty list has no type by itself.
+    return _is_plain(task.call()[0]) and not any(
+        isinstance(value, list | tuple) and not value for _, value in _arguments(task)
+    )
+
+
+def _arguments(task: Task) -> list[tuple[Any, Any]]:
+    """
+    Each argument of the schema with the value that the call gives it.
+    """
+    overload, args, kwargs = task.call()
+    arguments = overload._schema.arguments
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    return [(a, given.get(a.name, a.default_value)) for a in arguments]
 
 
 @functools.cache

@@ -191,6 +191,7 @@ class UpdateRecorder(TorchDispatchMode):
         """
         self.__exit__(None, None, None)
         calls, tasks = self.calls, self.tasks
+        self.calls, self.tasks = [], ()  # they hold the KV cache
         if len(calls) != len(tasks) or any(t.overload is not c[0] for t, c in zip(tasks, calls, strict=True)):
             raise RuntimeError(
                 f"a task update must issue the operators of its task group, {[t.overload for t in tasks]}; "

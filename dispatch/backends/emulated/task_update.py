@@ -1,5 +1,7 @@
 """Task groups: captured operators whose arguments can be replaced."""
 
+import weakref
+
 import attrs
 
 from .device import Stream, hardware
@@ -48,7 +50,7 @@ def graph_task_group_end(stream: Stream) -> TaskGroup:
     return group
 
 
-_recorders: dict[Stream, UpdateRecorder] = {}
+_recorders: "weakref.WeakKeyDictionary[Stream, UpdateRecorder]" = weakref.WeakKeyDictionary()
 _open: dict[Stream, TaskGroup] = {}
 
 
