@@ -11,12 +11,12 @@ of tokens, and the number of requests. The first three index a table that is fil
     _rules[kind, FULL allowed, PIECEWISE allowed][num_tokens] -> mode, descriptor, reason
 
 with one more entry, at the end, for every number of tokens above the largest size. The number of requests
-does not change the decision, only the ranges written into the `StepPlan`; plans are interned per number of
-requests as they occur, and there are at most `max_num_seqs` of them an entry.
+does not change the decision, only the ranges written into the `StepPlan`; plans are interned as they occur, up to
+the largest size. Above it every step gets a new one: it runs eagerly, which takes a thousand times longer.
 
 The reason is the last obstacle met on the way from the best mode to the one used (see `Reason`); the walk is
-`_decide`. A step is then two indexings and a dictionary get. It is a pure function of plan, batch and allowed
-modes: ranks that see the same input decide the same.
+`_decide`. A step up to the largest size is then two indexings and a dictionary get. It is a pure function of plan,
+batch and allowed modes: ranks that see the same input decide the same.
 """
 
 from collections.abc import Set as AbstractSet
@@ -35,13 +35,14 @@ _EMPTY = StepPlan(())
 @attrs.frozen
 class _Rule:
     """
-    One entry of the table; `descriptor` is None for eager, where it is the batch's own size.
+    One entry of the table, shared by all numbers of tokens with the same answer; `descriptor` is None for eager,
+    where it is the batch's own size.
     """
 
     mode: RuntimeMode
     descriptor: BatchDescriptor | None
     reason: Reason
-    plans: dict[int, StepPlan] = attrs.field(factory=dict, eq=False)
+    plans: dict[tuple[int, int], StepPlan] = attrs.field(factory=dict, eq=False)
 
 
 class Dispatcher:
@@ -92,6 +93,7 @@ class Dispatcher:
         used = modes_used(POLICIES[policy])
         self._padded = {mode: _padded_sizes(plan.sizes(mode)) for mode in used}
         self._over_max = max((len(sizes) for sizes in self._padded.values()), default=0)
+        self._shared: dict[tuple[RuntimeMode, int, Reason], _Rule] = {}
         self._rules: dict[tuple[BatchKind, bool, bool], list[_Rule]] = {
             (kind, full, piecewise): [
                 self._decide(kind, full, piecewise, num_tokens) for num_tokens in range(self._over_max + 1)
@@ -124,9 +126,9 @@ class Dispatcher:
         if num_tokens >= self._over_max:
             return _plan(rules[self._over_max], num_reqs, num_tokens)
         rule = rules[num_tokens]
-        step_plan = rule.plans.get(num_reqs)
+        step_plan = rule.plans.get((num_tokens, num_reqs))
         if step_plan is None:
-            step_plan = rule.plans[num_reqs] = _plan(rule, num_reqs, num_tokens)
+            step_plan = rule.plans[num_tokens, num_reqs] = _plan(rule, num_reqs, num_tokens)
         return step_plan
 
     def _decide(self, kind: BatchKind, full: bool, piecewise: bool, num_tokens: int) -> _Rule:
@@ -152,9 +154,15 @@ class Dispatcher:
                 size = padded[num_tokens]
                 if obstacle is None:
                     obstacle = Reason.EXACT if size == num_tokens else Reason.PADDED
-                return _Rule(mode, self._descriptor(mode, size), obstacle)
+                return self._rule(mode, size, obstacle)
         assert obstacle is not None
-        return _Rule(RuntimeMode.NONE, None, obstacle)
+        return self._rule(RuntimeMode.NONE, 0, obstacle)
+
+    def _rule(self, mode: RuntimeMode, size: int, reason: Reason) -> _Rule:
+        key = mode, size, reason
+        if key not in self._shared:
+            self._shared[key] = _Rule(mode, self._descriptor(mode, size) if size else None, reason)
+        return self._shared[key]
 
     def _descriptor(self, mode: RuntimeMode, size: int) -> BatchDescriptor:
         if mode is RuntimeMode.FULL:
