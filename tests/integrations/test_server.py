@@ -163,7 +163,8 @@ def test_only_one_dispatches(servers: dict[str, Server]) -> None:
     )
 
     assert 1 == len(re.findall(line, dispatched))
-    assert "decode batches of 13 to 16 requests have no FULL graph; add 16 to full_sizes" in dispatched
+    assert "no FULL graph holds a decode batch of more than 12 requests, up to 16 can be" in dispatched
+    assert "no PIECEWISE graph holds a step of more than 32 tokens, up to 64 can be scheduled" in dispatched
     assert "aclgraph_dispatch" not in stock
 
 
