@@ -54,6 +54,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 bench: $(INSTALLED)
+	$(BIN)/pytest bench/micro --benchmark-disable-gc --benchmark-columns=median,iqr,rounds
 	$(BIN)/python -m aclgraph_dispatch.bench.replay --model gqa
 	$(BIN)/python -m aclgraph_dispatch.bench.replay --model mla
 

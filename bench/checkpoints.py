@@ -93,6 +93,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """The models by name: what Hugging Face's config of that model type takes."""
 
+ADAPTER_RANK = 8
+ADAPTED = {"gqa": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
+"""The models that have adapters, and the linear layers these change."""
+
 _FORMAT = 1  # to be raised when the same architecture and seed give another checkpoint
 _FINGERPRINT_FILE = "aclgraph_dispatch.json"
 
@@ -114,9 +118,34 @@ def cached_checkpoint(name: str, *, seed: int = 0) -> Path:
     """
     The model *name* in the user's cache (``ACLGRAPH_DISPATCH_CACHE``), written on first use.
     """
-    digest = hashlib.sha256(json.dumps(_fingerprint(name, seed), sort_keys=True).encode()).hexdigest()
+    return write_checkpoint(name, _cached("checkpoints", name, seed, _fingerprint(name, seed)), seed=seed)
+
+
+def write_adapter(name: str, directory: Path, *, seed: int = 0) -> Path:
+    """
+    Write a LoRA adapter (PEFT's format) of the model *name* into *directory*, unless it is there already.
+
+    It changes every linear layer of attention and MLPs, by enough that a request gets other tokens.
+    """
+
+    def write(unfinished: Path) -> None:
+        _write_adapter(name, unfinished, seed)
+
+    fingerprint = _adapter_fingerprint(name, seed)
+    return write_once(directory, fingerprint, write)
+
+
+def cached_adapter(name: str, *, seed: int = 0) -> Path:
+    """
+    An adapter of the model *name* in the user's cache, written on first use; another for each *seed*.
+    """
+    return write_adapter(name, _cached("adapters", name, seed, _adapter_fingerprint(name, seed)), seed=seed)
+
+
+def _cached(kind: str, name: str, seed: int, fingerprint: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
     cache = os.environ.get("ACLGRAPH_DISPATCH_CACHE") or Path.home() / ".cache" / "aclgraph-dispatch"
-    return write_checkpoint(name, Path(cache) / "checkpoints" / f"{name}-{seed}-{digest[:8]}", seed=seed)
+    return Path(cache) / kind / f"{name}-{seed}-{digest[:8]}"
 
 
 def write_once(directory: Path, fingerprint: dict[str, Any], write: Callable[[Path], None]) -> Path:
@@ -151,6 +180,13 @@ def _fingerprint(name: str, seed: int) -> dict[str, Any]:
         msg = f"model must be one of {', '.join(MODELS)}: {name!r}; choose one of them"
         raise ConfigError(msg)
     return {"format": _FORMAT, "name": name, "seed": seed, "architecture": MODELS[name]}
+
+
+def _adapter_fingerprint(name: str, seed: int) -> dict[str, Any]:
+    if name not in ADAPTED:
+        msg = f"the model of an adapter must be one of {', '.join(ADAPTED)}: {name!r}; choose one of them"
+        raise ConfigError(msg)
+    return _fingerprint(name, seed) | {"adapter_rank": ADAPTER_RANK}
 
 
 def _holds(directory: Path, fingerprint: dict[str, Any]) -> bool:
@@ -189,6 +225,34 @@ def _write_model(architecture: dict[str, Any], directory: Path, seed: int) -> No
         model.lm_head.weight[: len(SPECIAL_TOKENS)] = 0.0
     model.generation_config = GenerationConfig()  # the config's own would name an end token
     model.save_pretrained(directory)
+
+
+def _write_adapter(name: str, directory: Path, seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):  # only names and shapes are wanted
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]))
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for module_name, module in sorted(model.named_modules()):
+        if module_name.endswith(ADAPTED[name]):
+            prefix = f"base_model.model.{module_name}"
+            down = torch.empty(ADAPTER_RANK, module.in_features)
+            up = torch.empty(module.out_features, ADAPTER_RANK)
+            weights[f"{prefix}.lora_A.weight"] = down.normal_(std=0.1, generator=generator)
+            weights[f"{prefix}.lora_B.weight"] = up.normal_(std=0.2, generator=generator)
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": ADAPTER_RANK,
+        "lora_alpha": ADAPTER_RANK,
+        "target_modules": list(ADAPTED[name]),
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 def _write_tokenizer(directory: Path) -> None:

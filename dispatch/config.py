@@ -75,6 +75,7 @@ class DispatchConfig:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         query_len: int = 1,
+        lora_cases: Sequence[int] = (0,),
     ) -> CapturePlan:
         """
         The graphs to capture.
@@ -84,7 +85,8 @@ class DispatchConfig:
             ladder: The engine's own sizes, in tokens: what is not configured is taken from there.
             max_num_seqs: The most requests a batch can have.
             max_num_batched_tokens: The most tokens a step can have.
-            query_len: Tokens of one uniform decode.
+            query_len: Tokens of one uniform decode; FULL sizes of the ladder are rounded up to whole requests.
+            lora_cases: Numbers of active adapters that every size is captured for.
 
         Raises:
             ConfigError: A configured size can never be filled.
@@ -94,7 +96,7 @@ class DispatchConfig:
         fillable = min(budget, (max_num_seqs * query_len, "max_num_seqs * query length"), key=lambda b: b[0])
         limits = {FULL: ("full_sizes", *fillable, query_len), PIECEWISE: ("piecewise_sizes", *budget, 1)}
         used = modes_used(POLICIES[policy])
-        planned: dict[str, tuple[int, ...]] = {}
+        planned: dict[str, Any] = {}
         errors = []
         for mode, (name, top, meaning, multiple) in limits.items():
             configured = getattr(self, name)
@@ -109,10 +111,13 @@ class DispatchConfig:
                 planned[name] = configured
             else:
                 largest = min(top, self.threshold or top)
-                planned[name] = tuple(sorted({n for n in ladder if n <= largest and n % multiple == 0}))
+                # As vLLM does: a size between two multiples holds as many requests as the lower one, but was meant
+                # to hold more.
+                rounded = {-(-size // multiple) * multiple for size in ladder}
+                planned[name] = tuple(sorted(size for size in rounded if size <= largest))
         if errors:
             raise ConfigError("; ".join(errors) + f" @ additional_config.{KEY}")
-        return CapturePlan(**planned)
+        return CapturePlan(**planned, lora_cases=lora_cases)
 
     @staticmethod
     def pinned(additional_config: Mapping[str, Any] | None, plan: CapturePlan) -> dict[str, Any]:

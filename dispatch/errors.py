@@ -35,3 +35,9 @@ class ReplayError(DispatchError):
     """
     A graph may not be replayed: its inputs lie elsewhere than at capture, or it was released.
     """
+
+
+class AgreementError(DispatchError):
+    """
+    The ranks of an engine did not all vote.
+    """

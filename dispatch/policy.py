@@ -27,11 +27,13 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 BatchKind.PREFILL: (_PIECEWISE,),
             }
         ),
-        "full_decode_only": MappingProxyType({BatchKind.UNIFORM_DECODE: (_FULL,)}),
+        "full_decode_only": MappingProxyType(
+            {BatchKind.UNIFORM_DECODE: (_FULL,), BatchKind.RAGGED_DECODE: (_FULL,)}
+        ),
         "full_and_piecewise": MappingProxyType(
             {
                 BatchKind.UNIFORM_DECODE: (_FULL, _PIECEWISE),
-                BatchKind.RAGGED_DECODE: (_PIECEWISE,),
+                BatchKind.RAGGED_DECODE: (_FULL, _PIECEWISE),
                 BatchKind.MIXED: (_PIECEWISE,),
                 BatchKind.PREFILL: (_PIECEWISE,),
             }
@@ -41,7 +43,6 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 KIND_OBSTACLES: Mapping[BatchKind, Reason] = MappingProxyType(
     {
-        BatchKind.RAGGED_DECODE: Reason.RAGGED,
         BatchKind.MIXED: Reason.MIXED,
         BatchKind.PREFILL: Reason.PREFILL,
     }

@@ -158,8 +158,8 @@ class GraphPool:
         """
         return Counter(key.descriptor for key in self._graphs)
 
-    def num_graphs_by_mode(self) -> dict[RuntimeMode, int]:
+    def num_graphs_by_mode(self, role: str = "target") -> dict[RuntimeMode, int]:
         """
-        Graphs held, by mode.
+        Graphs held for the model of *role*, by mode.
         """
-        return dict(Counter(key.descriptor.mode for key in self._graphs))
+        return dict(Counter(key.descriptor.mode for key in self._graphs if key.descriptor.role == role))

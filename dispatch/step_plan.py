@@ -11,6 +11,9 @@ class RuntimeMode(enum.Enum):
     How a part runs; the values are vLLM's, and the smaller one wins when ranks must agree.
     """
 
+    # As members are compared; Python's own computes it anew from the name.
+    __hash__ = object.__hash__
+
     NONE = 0
     """Eager: no graph."""
     PIECEWISE = 1
@@ -23,9 +26,13 @@ class Reason(enum.Enum):
     """
     Why a part got its mode.
 
-    `EXACT` and `PADDED` say that the policy's best mode was used. All others name the last obstacle that was
-    met on the way from the best mode to the one used.
+    `EXACT` and `PADDED` say that the policy's best mode was used. `CHEAPER` and `CHEAPER_EAGER` say that a cost
+    model preferred another one, `RANK_VOTE` that other ranks could not use it. All others name the last obstacle
+    that was met on the way from the best mode to the one used.
     """
+
+    # As members are compared; Python's own computes it anew from the name.
+    __hash__ = object.__hash__
 
     EXACT = "exact"
     """The graph has exactly the part's size."""
@@ -42,9 +49,15 @@ class Reason(enum.Enum):
     PREFILL = "prefill"
     """No request decodes."""
     BACKEND_LIMIT = "backend_limit"
-    """The caller does not allow the wanted mode in this step."""
+    """The attention backend cannot run the wanted mode, or the caller does not allow it in this step."""
     DISABLED = "disabled"
     """The policy uses no graphs."""
+    CHEAPER = "cheaper"
+    """By the cost model a graph of another mode takes less time."""
+    CHEAPER_EAGER = "cheaper_eager"
+    """By the cost model no graph is worth its padding."""
+    RANK_VOTE = "rank_vote"
+    """The ranks run what all of them can, in the size that the largest needs."""
 
 
 @attrs.frozen(cache_hash=True)
@@ -80,6 +93,8 @@ class Part:
         requests: Half-open range of its requests.
         tokens: Half-open range of its tokens, before padding.
         reason: Why this mode.
+        pads_drafts: Whether the drafts of its requests are padded, so that each has the graph's query length.
+        seconds: What the cost model predicts, where there is one.
     """
 
     mode: RuntimeMode
@@ -87,6 +102,8 @@ class Part:
     requests: tuple[int, int]
     tokens: tuple[int, int]
     reason: Reason
+    pads_drafts: bool = False
+    seconds: float | None = None
 
     @property
     def num_tokens(self) -> int:

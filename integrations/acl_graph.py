@@ -1,6 +1,7 @@
 """The wrapper that vLLM puts around what is to become a graph."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,13 +21,14 @@ from aclgraph_dispatch.params import Issue
 from aclgraph_dispatch.pool import GraphKey, GraphPool, PooledGraph
 
 from .dispatcher import descriptor_of
+from .drafter import role_of
 from .replay_check import check_requested, replay_checked
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _pools: "weakref.WeakValueDictionary[int, GraphPool]" = weakref.WeakValueDictionary()
-_num_pieces: "weakref.WeakKeyDictionary[GraphPool, int]" = weakref.WeakKeyDictionary()
+_num_pieces: "weakref.WeakKeyDictionary[GraphPool, Counter[str]]" = weakref.WeakKeyDictionary()
 
 
 def register_pool(vllm_config: "VllmConfig", pool: GraphPool) -> None:
@@ -95,14 +97,16 @@ class ACLGraphWrapper:
         self.runnable = runnable
         self.runtime_mode = runtime_mode
         self.pool = pool
+        self.role = role_of(runnable)
         self._mode = RuntimeMode(runtime_mode.value)
         self._release_output = (cudagraph_options or CUDAGraphOptions()).weak_ref_output
         self._is_checked = check_requested()
         self._graphs: dict[Any, PooledGraph] = {}
         self._piece = 0
         if self._mode is RuntimeMode.PIECEWISE:
-            self._piece = _num_pieces.get(pool, 0)
-            _num_pieces[pool] = self._piece + 1
+            counts = _num_pieces.setdefault(pool, Counter())
+            self._piece = counts[self.role]
+            counts[self.role] += 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runnable, name)
@@ -138,7 +142,6 @@ class ACLGraphWrapper:
             self.pool.backend.synchronize()
             return output
 
-        num_tokens = graph.key.descriptor.num_tokens - int(context.is_padding.sum())
         return replay_checked(
             str(graph.key),
             graph.output,
@@ -146,13 +149,13 @@ class ACLGraphWrapper:
             self.runnable,
             args,
             kwargs,
-            num_tokens,
+            context.is_padding,
             leaves_room=self._mode is RuntimeMode.PIECEWISE,
         )
 
     def _capture(self, context: Any, addresses: list[int], args: Any, kwargs: Any) -> Any:
         validate_cudagraph_capturing_enabled()
-        descriptor = descriptor_of(self._mode, context.batch_descriptor)
+        descriptor = descriptor_of(self._mode, context.batch_descriptor, self.role)
         with self._full_capture(descriptor):
             graph, output = self.pool.capture(
                 GraphKey(descriptor, self._piece),

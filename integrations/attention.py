@@ -65,7 +65,10 @@ class GraphedCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    reorder_batch_threshold: int = 1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def build(self, *args: Any, **kwargs: Any) -> CPUAttentionMetadata:
         metadata = super().build(*args, **kwargs)
@@ -143,9 +146,12 @@ class GraphedCPUAttentionBackend(CPUAttentionBackend):
 class GraphedCPUMLAMetadataBuilder(mla_attention.MLACommonMetadataBuilder):
     """
     Builds metadata for FULL graphs of decodes.
+
+    The CPU's decode kernel takes one token a request. Drafts are verified by the prefill path, as stock vLLM does
+    it here, and that is not captured.
     """
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         metadata = super().build(*args, **kwargs)

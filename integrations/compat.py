@@ -7,6 +7,8 @@ import attrs
 
 from aclgraph_dispatch.errors import ConfigError
 
+from .drafter import METHODS
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -30,13 +32,30 @@ UNSUPPORTED = (
         lambda c: c.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker",
         f"set --worker-cls aclgraph_dispatch.integrations.cpu.DispatchWorker, {_OFF}",
     ),
-    Unsupported("speculative decoding", lambda c: c.speculative_config is not None, f"drop it, {_OFF}"),
-    Unsupported("LoRA", lambda c: c.lora_config is not None, f"drop it, {_OFF}"),
-    Unsupported("tensor parallelism", lambda c: c.parallel_config.tensor_parallel_size > 1, f"use size 1, {_OFF}"),
+    Unsupported(
+        "this method of speculative decoding",
+        lambda c: c.speculative_config is not None and c.speculative_config.method not in METHODS,
+        f"use one of {', '.join(METHODS)}, {_OFF}",
+    ),
+    Unsupported(
+        "parallel drafting",
+        lambda c: c.speculative_config is not None and c.speculative_config.parallel_drafting,
+        f"drop it, {_OFF}",
+    ),
+    Unsupported(
+        # Drafts are padded for FULL graphs, and such a layer would take the pads for tokens.
+        "speculative decoding of recurrent and hybrid models",
+        lambda c: c.speculative_config is not None and c.model_config.has_inner_state,
+        f"drop it, {_OFF}",
+    ),
     Unsupported(
         "pipeline parallelism", lambda c: c.parallel_config.pipeline_parallel_size > 1, f"use size 1, {_OFF}"
     ),
-    Unsupported("data parallelism", lambda c: c.parallel_config.data_parallel_size > 1, f"use size 1, {_OFF}"),
+    Unsupported(
+        "micro-batches within a forward pass",
+        lambda c: c.parallel_config.use_ubatching,
+        f"drop --enable-dbo and --ubatch-size, {_OFF}",
+    ),
     Unsupported(
         "encoder-decoder models",
         lambda c: c.model_config is not None and c.model_config.is_encoder_decoder,

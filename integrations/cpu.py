@@ -18,6 +18,7 @@ from aclgraph_dispatch.errors import ConfigError
 
 from .attention import trace_attention_operators
 from .compat import refuse_unsupported
+from .experts import hide_experts_from_compiler
 from .model_runner import DispatchMixin
 from .platform import EmulatedNpuPlatform
 from .plugin import EMULATE
@@ -52,12 +53,17 @@ class DispatchModelRunner(DispatchMixin, CPUModelRunner):
         self._synchronizations_before = 0
         self.install_dispatcher(vllm_config, NpuBackend(emulated, emulated.weak_ref_tensor))
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.parallel_config.data_parallel_size > 1:
+            hide_experts_from_compiler(self.compilation_config.static_forward_context)
+
     def capture_model(self) -> int:
         num_bytes = super().capture_model()
         self._synchronizations_before = emulated.hardware.host_synchronizations
         return num_bytes
 
-    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+    def run_forward(self, *args: Any, **kwargs: Any) -> Any:
         context = get_forward_context()
         if context.cudagraph_runtime_mode == CUDAGraphMode.NONE:
             # Compiled code only exists here to be cut into pieces; it runs the same kernels, but slower.
@@ -65,12 +71,12 @@ class DispatchModelRunner(DispatchMixin, CPUModelRunner):
         # What reads the output next is no device operator here: CPU tensors are read without asking anyone. So the
         # emulation runs everything to its end, where a device has a data dependency.
         if self._explore_seed is None:
-            output = super()._model_forward(*args, **kwargs)
+            output = super().run_forward(*args, **kwargs)
             emulated.hardware.drain()
             return output
         self._explore_seed += 1
         with emulated.explore(self._explore_seed, eager_operators=False):
-            return super()._model_forward(*args, **kwargs)
+            return super().run_forward(*args, **kwargs)
 
     def dispatch_report(self) -> dict[str, Any]:
         free, total = emulated.mem_get_info()

@@ -1,21 +1,25 @@
 """The dispatcher in the place of vLLM's."""
 
 import functools
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor as VllmBatchDescriptor
+from vllm.lora.utils import get_captured_lora_counts
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from aclgraph_dispatch import (
+    BackendTraits,
     Batch,
     BatchDescriptor,
     BatchKind,
     CapturePlan,
     Dispatcher,
+    FullGraphs,
     RuntimeMode,
-    StepPlan,
 )
 from aclgraph_dispatch.config import DispatchConfig
 from aclgraph_dispatch.errors import ConfigError
@@ -31,8 +35,16 @@ POLICY_OF_MODE = {
 }
 MODE_OF_POLICY = {policy: mode for mode, policy in POLICY_OF_MODE.items()}
 
-_VLLM_MODE = {mode: CUDAGraphMode(mode.value) for mode in RuntimeMode}
-_MODE = {vllm_mode: mode for mode, vllm_mode in _VLLM_MODE.items()}
+VLLM_MODE = {mode: CUDAGraphMode(mode.value) for mode in RuntimeMode}
+"""vLLM's modes by ours."""
+_MODE = {vllm_mode: mode for mode, vllm_mode in VLLM_MODE.items()}
+
+_FULL_GRAPHS = {
+    AttentionCGSupport.NEVER: FullGraphs.NEVER,
+    AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE: FullGraphs.SINGLE_TOKEN,
+    AttentionCGSupport.UNIFORM_BATCH: FullGraphs.UNIFORM,
+    AttentionCGSupport.ALWAYS: FullGraphs.RAGGED,
+}
 
 
 def choose_cudagraph_mode(compilation: "CompilationConfig", config: DispatchConfig) -> None:
@@ -54,21 +66,47 @@ def choose_cudagraph_mode(compilation: "CompilationConfig", config: DispatchConf
     compilation.cudagraph_mode = wanted
 
 
-def capture_plan(vllm_config: "VllmConfig") -> CapturePlan:
+def capture_plan(vllm_config: "VllmConfig", policy: str) -> CapturePlan:
     """
-    The graphs to capture for *vllm_config*, by our configuration and vLLM's sizes.
+    The graphs to capture for *vllm_config* under *policy*, by our configuration and vLLM's sizes.
 
     Raises:
-        ConfigError: A configured size can never be filled, or vLLM cannot run the configured policy.
+        ConfigError: A configured size can never be filled.
     """
     config = DispatchConfig.load(vllm_config.additional_config)
     compilation = vllm_config.compilation_config
     return config.capture_plan(
-        policy_of(compilation.cudagraph_mode, config),
+        policy,
         compilation.cudagraph_capture_sizes or (),
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         query_len=1 + vllm_config.num_speculative_tokens,
+        lora_cases=lora_cases(vllm_config),
+    )
+
+
+def lora_cases(vllm_config: "VllmConfig") -> tuple[int, ...]:
+    """
+    The numbers of active adapters that vLLM captures graphs for.
+
+    Without `cudagraph_specialize_lora` that is one case for all steps, those of the base model alone among them.
+    """
+    lora = vllm_config.lora_config
+    if lora is None:
+        return (0,)
+    if not vllm_config.compilation_config.cudagraph_specialize_lora:
+        return (lora.max_loras + 1,)
+    return (0, *get_captured_lora_counts(lora.max_loras, lora.specialize_active_lora))
+
+
+def backend_traits(vllm_config: "VllmConfig", support: Iterable[AttentionCGSupport]) -> BackendTraits:
+    """
+    What the attention backends of a model can do together, by the *support* for graphs that each declares.
+    """
+    return BackendTraits(
+        full_graphs=_FULL_GRAPHS[min(support, key=lambda s: s.value, default=AttentionCGSupport.ALWAYS)],
+        # A recurrent state is carried on differently when a prompt is extended.
+        extend_equals_decode=not vllm_config.model_config.has_inner_state,
     )
 
 
@@ -94,9 +132,9 @@ def policy_of(mode: CUDAGraphMode, config: DispatchConfig) -> str:
 
 
 @functools.cache
-def descriptor_of(mode: RuntimeMode, descriptor: VllmBatchDescriptor) -> BatchDescriptor:
+def descriptor_of(mode: RuntimeMode, descriptor: VllmBatchDescriptor, role: str = "target") -> BatchDescriptor:
     """
-    Our descriptor for vLLM's.
+    Our descriptor for vLLM's, which does not say whose graphs are meant.
     """
     return BatchDescriptor(
         mode,
@@ -104,6 +142,7 @@ def descriptor_of(mode: RuntimeMode, descriptor: VllmBatchDescriptor) -> BatchDe
         descriptor.num_reqs,
         descriptor.num_tokens // descriptor.num_reqs if descriptor.uniform and descriptor.num_reqs else None,
         descriptor.num_active_loras,
+        role,
     )
 
 
@@ -111,29 +150,36 @@ class DispatchCudagraphDispatcher(CudagraphDispatcher):
     """
     Answers vLLM's questions from our table.
 
-    Of a real step the runner sets the classified `batch` beforehand. Without one (a dummy run, a capture) the
-    caller's word on uniformity is taken: there is no request whose state could tell.
+    The runner asks the `core` itself, with classified batches. Who asks through vLLM's method, a drafter for one,
+    says whether the tokens are a uniform decode, and is believed: there is no request whose state could tell.
+
+    Args:
+        vllm_config: Of the engine.
+        role: Whose graphs: "target", or "draft" for a drafter, whose mode vLLM chooses.
     """
 
-    def __init__(self, vllm_config: "VllmConfig") -> None:
+    def __init__(self, vllm_config: "VllmConfig", role: str = "target") -> None:
         super().__init__(vllm_config)
-        self.batch: Batch | None = None
-        self.step_plan: StepPlan | None = None
-        """The last decision."""
+        self.role = role
+        self.traits = BackendTraits()
+        """Of the attention backends; to be set before the keys are initialised."""
         self.core: Dispatcher | None = None
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode, uniform_decode_query_len: int = 1) -> None:
         self.cudagraph_mode = cudagraph_mode
         config = DispatchConfig.load(self.vllm_config.additional_config)
-        plan = capture_plan(self.vllm_config)
+        policy = policy_of(cudagraph_mode, config if self.role == "target" else DispatchConfig())
+        plan = capture_plan(self.vllm_config, policy)
         self.core = Dispatcher(
             plan,
-            policy=policy_of(cudagraph_mode, config),
+            policy=policy,
             query_len=uniform_decode_query_len,
             max_num_seqs=self.vllm_config.scheduler_config.max_num_seqs,
+            traits=self.traits,
+            role=self.role,
         )
-        for descriptor in plan.descriptors(query_len=uniform_decode_query_len):
-            self.add_cudagraph_key(_VLLM_MODE[descriptor.mode], _vllm_descriptor(descriptor))
+        for descriptor in plan.descriptors(query_len=uniform_decode_query_len, role=self.role):
+            self.add_cudagraph_key(VLLM_MODE[descriptor.mode], vllm_descriptor(descriptor))
         self.keys_initialized = True
 
     def dispatch(
@@ -147,23 +193,30 @@ class DispatchCudagraphDispatcher(CudagraphDispatcher):
     ) -> tuple[CUDAGraphMode, Any]:
         if self.core is None:
             return CUDAGraphMode.NONE, VllmBatchDescriptor(num_tokens)
-        batch = self.batch
-        if batch is None:
-            kind = BatchKind.UNIFORM_DECODE if uniform_decode else BatchKind.PREFILL
-            batch = Batch(kind, num_tokens // self.core.query_len, num_tokens, 0, self.core.query_len)
-        assert batch.num_tokens == num_tokens, (batch, num_tokens)
         allowed = None
         if valid_modes is not None or invalid_modes is not None:
             modes = (valid_modes or frozenset(_MODE)) - (invalid_modes or frozenset())
             allowed = frozenset(_MODE[mode] for mode in modes if mode in _MODE)
 
-        self.step_plan = self.core.dispatch(batch, allowed)
-        (part,) = self.step_plan.parts
-        return _VLLM_MODE[part.mode], _vllm_descriptor(part.descriptor)
+        batch = stateless_batch(num_tokens, self.core.query_len, uniform_decode, num_active_loras)
+        [part] = self.core.dispatch(batch, allowed).parts
+        return VLLM_MODE[part.mode], vllm_descriptor(part.descriptor)
+
+
+def stateless_batch(num_tokens: int, query_len: int, uniform_decode: bool, num_active_loras: int = 0) -> Batch:
+    """
+    The batch of a dummy run or a drafter, by its shape; a last request may be short of tokens.
+    """
+    num_reqs = -(-num_tokens // query_len)
+    kind = BatchKind.UNIFORM_DECODE if uniform_decode else BatchKind.PREFILL
+    return Batch(kind, num_reqs, num_tokens, 0, query_len, num_active_loras)
 
 
 @functools.lru_cache(maxsize=4096)
-def _vllm_descriptor(descriptor: BatchDescriptor) -> VllmBatchDescriptor:
+def vllm_descriptor(descriptor: BatchDescriptor) -> VllmBatchDescriptor:
+    """
+    vLLM's descriptor for ours; the role is not in it, for each model has its own wrappers.
+    """
     return VllmBatchDescriptor(
         num_tokens=descriptor.num_tokens,
         num_reqs=descriptor.num_reqs,

@@ -1,24 +1,39 @@
 """The model runner that lets our dispatcher decide."""
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
+from vllm.compilation.cuda_graph import CUDAGraphStat
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import is_global_first_rank
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.v1.worker.workspace import lock_workspace
 
-from aclgraph_dispatch import POLICIES, BatchKind, CapturePlan, Dispatcher, RuntimeMode
+from aclgraph_dispatch import POLICIES, Batch, CapturePlan, Dispatcher, RuntimeMode, StepPlan
+from aclgraph_dispatch.agreement import Vote, agree
 from aclgraph_dispatch.batch import Classifier
 from aclgraph_dispatch.policy import modes_used
 from aclgraph_dispatch.pool import Backend, GraphPool
 from aclgraph_dispatch.records import StepRecords
 
 from .acl_graph import ACLGraphWrapper, register_pool
-from .dispatcher import DispatchCudagraphDispatcher
+from .dispatcher import (
+    VLLM_MODE,
+    DispatchCudagraphDispatcher,
+    backend_traits,
+    stateless_batch,
+    vllm_descriptor,
+)
+from .draft_padding import DraftPadding
+from .drafter import ROLE, DraftDispatcher
+from .ranks import exchange, padded_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,6 +43,9 @@ else:
 
 # vLLM drops INFO of loggers that are not its own.
 logger = init_logger("vllm.aclgraph_dispatch")
+
+_EAGER = Dispatcher(CapturePlan(), policy="eager", max_num_seqs=1)
+"""What runs until it is known which graphs there are."""
 
 
 class DispatchMixin(Runner):
@@ -43,11 +61,25 @@ class DispatchMixin(Runner):
         register_pool(vllm_config, self.graphs)
         self.cudagraph_dispatcher = DispatchCudagraphDispatcher(vllm_config)
         self.records = StepRecords()
+        self.step_plan: StepPlan | None = None
+        """Of the step that is being run; None in a dummy run."""
         self.capture_seconds = 0.0
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        self._is_serving = False
         self._classifier = Classifier(
-            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             query_len=self.cudagraph_dispatcher.uniform_decode_query_len,
+            max_model_len=self.max_model_len,
         )
+        # With the scheduled tokens, all drafts among them, as `_prepare_inputs` leaves it.
+        self._seq_lens = self.optimistic_seq_lens_cpu.numpy()
+        query_len = self._classifier.query_len
+        self._draft_padding = DraftPadding(query_len=query_len, max_num_seqs=max_num_seqs, device=self.device)
+        self._drafts: DraftDispatcher | None = None
+        if hasattr(getattr(self, "drafter", None), "cudagraph_dispatcher"):
+            self._drafts = self.drafter.cudagraph_dispatcher = DraftDispatcher(vllm_config)
+        self._num_drafts = np.zeros(max_num_seqs, dtype=np.int32)
+        self._total_drafts = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -58,39 +90,157 @@ class DispatchMixin(Runner):
         model: Any = self.model
         return model.unwrap() if isinstance(model, ACLGraphWrapper) else model
 
+    def _check_and_update_cudagraph_mode(
+        self, attention_backends: Any, kv_cache_groups: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        self.cudagraph_dispatcher.traits = backend_traits(
+            self.vllm_config,
+            (
+                backend.get_builder_cls().get_cudagraph_support(self.vllm_config, group.kv_cache_spec)
+                for backends, group in zip(attention_backends, kv_cache_groups, strict=True)
+                for backend in backends
+            ),
+        )
+        super()._check_and_update_cudagraph_mode(attention_backends, kv_cache_groups, *args, **kwargs)
+        self._classifier.extend_equals_decode = self.cudagraph_dispatcher.traits.extend_equals_decode
+
+    def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._num_drafts[: self.input_batch.num_reqs] = 0
+        self._total_drafts = 0
+        for request_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+            self._num_drafts[self.input_batch.req_id_to_index[request_id]] = len(drafts)
+            self._total_drafts += len(drafts)
+        return super()._prepare_inputs(scheduler_output, *args, **kwargs)
+
     def _determine_batch_execution_and_padding(
         self,
         num_tokens: int,
         num_reqs: int,
         num_scheduled_tokens_np: np.ndarray,
-        *args: Any,
+        max_num_scheduled_tokens: int,
+        use_cascade_attn: bool = False,
+        allow_microbatching: bool = True,
+        force_eager: bool = False,
         force_uniform_decode: bool | None = None,
-        **kwargs: Any,
+        force_has_lora: bool | None = None,
+        force_num_active_loras: int | None = None,
+        num_encoder_reqs: int = 0,
     ) -> Any:
-        dispatcher = self.cudagraph_dispatcher
-        if force_uniform_decode is None:
-            # A real step. A dummy run says itself what it is: its requests have no state.
-            batch = dispatcher.batch = self._classifier.classify(
-                num_scheduled_tokens_np,
-                self.input_batch.num_computed_tokens_cpu[:num_reqs],
-                self.input_batch.num_tokens_no_spec[:num_reqs],
-                num_prompt=self.input_batch.num_prompt_tokens[:num_reqs],
+        num_active_loras = force_num_active_loras
+        if num_active_loras is None:
+            num_active_loras = len(self.input_batch.lora_id_to_lora_request)
+        is_dummy = force_uniform_decode is not None
+        if is_dummy:
+            # A dummy run says itself what it is: its requests have no state.
+            query_len = self._classifier.query_len
+            batch = stateless_batch(num_tokens, query_len, bool(force_uniform_decode), num_active_loras)
+        else:
+            batch = self._classify(num_tokens, num_reqs, num_scheduled_tokens_np, num_active_loras)
+
+        core = self.cudagraph_dispatcher.core or _EAGER
+        step_plan = core.dispatch(batch, frozenset() if force_eager else None)
+        num_tokens_across_ranks = None
+        if self.parallel_config.data_parallel_size > 1:
+            is_idle = is_dummy and self._is_serving
+            vote = Vote.idle(num_tokens) if is_idle else core.vote(batch, step_plan)
+            votes = exchange(vote)
+            step_plan = core.settle(batch, step_plan, agree(votes, self.parallel_config.data_parallel_size))
+            num_tokens_across_ranks = padded_tokens(step_plan, votes)
+            if is_idle:
+                self.records.observe_idle(step_plan)
+        self.step_plan = None if is_dummy else step_plan
+        if not is_dummy:
+            self.records.observe(step_plan)
+
+        [part] = step_plan.parts
+        statistics = None
+        if self.vllm_config.observability_config.cudagraph_metrics:
+            statistics = CUDAGraphStat(
+                num_unpadded_tokens=num_tokens,
+                num_padded_tokens=part.num_padded_tokens,
+                num_paddings=part.num_paddings,
+                runtime_mode=str(VLLM_MODE[part.mode]),
             )
-            force_uniform_decode = batch.kind is BatchKind.UNIFORM_DECODE
-        try:
-            decided = super()._determine_batch_execution_and_padding(
-                num_tokens,
-                num_reqs,
-                num_scheduled_tokens_np,
-                *args,
-                force_uniform_decode=force_uniform_decode,
-                **kwargs,
-            )
-            if dispatcher.batch is not None and dispatcher.step_plan is not None:
-                self.records.observe(dispatcher.step_plan)
-        finally:
-            dispatcher.batch = None
-        return decided
+        # Never in micro-batches: they are refused at start-up.
+        return VLLM_MODE[part.mode], vllm_descriptor(part.descriptor), False, num_tokens_across_ranks, statistics
+
+    def _classify(self, num_tokens: int, num_reqs: int, num_scheduled: np.ndarray, num_active_loras: int) -> Batch:
+        requests = self.input_batch
+        return self._classifier.classify(
+            num_scheduled,
+            self._seq_lens[:num_reqs],
+            requests.num_tokens_no_spec[:num_reqs],
+            self._num_drafts[:num_reqs] if self._total_drafts else None,
+            requests.num_prompt_tokens[:num_reqs],
+            num_tokens=num_tokens,
+            total_drafts=self._total_drafts,
+            num_active_loras=num_active_loras,
+        )
+
+    def _build_attention_metadata(self, **kwargs: Any) -> Any:
+        part = self.step_plan.parts[0] if self.step_plan else None
+        if part is None or not part.pads_drafts:
+            return super()._build_attention_metadata(**kwargs)
+        num_reqs = kwargs["num_reqs"]
+        padding = self._draft_padding
+        longest = int(self._seq_lens[:num_reqs].max())
+        padding.begin(
+            self.num_scheduled_tokens.np[:num_reqs],
+            num_reqs_padded=kwargs["num_reqs_padded"],
+            num_tokens_padded=part.num_padded_tokens,
+        )
+        for starts in (self.query_start_loc.gpu, self.query_start_loc.cpu):
+            padding.lay_out_starts(starts)
+        for lengths in (self.seq_lens, self.optimistic_seq_lens_cpu):
+            padding.lay_out_lengths(lengths)
+        for slots in kwargs["slot_mappings"].values():
+            padding.lay_out_tokens(slots, pad=-1)
+        if self.lora_config:
+            # Which adapter a token wants was told for the ragged tokens. Of decodes all are sampled.
+            lengths = self.num_scheduled_tokens.np[:num_reqs]
+            self.set_active_loras(self.input_batch, np.full_like(lengths, padding.query_len), lengths)
+        metadata, for_drafter = super()._build_attention_metadata(**kwargs | {"max_query_len": padding.query_len})
+        if for_drafter is not None:
+            # It holds views, which are restored after the forward pass, and these two numbers.
+            for_drafter.max_query_len = kwargs["max_query_len"]
+            for_drafter.max_seq_len = longest
+        return metadata, for_drafter
+
+    def _model_forward(
+        self,
+        input_ids: Any = None,
+        positions: Any = None,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        padding = self._draft_padding
+        if padding.is_begun:
+            for tokens in (input_ids, inputs_embeds):
+                if tokens is not None:
+                    padding.lay_out_tokens(tokens)
+            padding.lay_out_tokens(positions, dim=-1)
+            padding.lay_out_tokens(get_forward_context().is_padding, pad=True)
+        output = self.run_forward(
+            input_ids=input_ids,
+            positions=positions,
+            intermediate_tensors=intermediate_tensors,
+            inputs_embeds=inputs_embeds,
+            **model_kwargs,
+        )
+        if padding.is_begun:
+            output = padding.gather(output)
+            padding.restore()
+        elif self._drafts and self.num_prompt_logprobs:
+            # vLLM computes these only after the drafter, whose graphs share the memory of the target's.
+            output = tree_map_only(torch.Tensor, torch.clone, output)
+        return output
+
+    def run_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Run the model on buffers that are laid out for it; for subclasses to extend.
+        """
+        return super()._model_forward(*args, **kwargs)
 
     def capture_model(self) -> int:
         """
@@ -110,10 +260,15 @@ class DispatchMixin(Runner):
                     )
                     for descriptor in progress:
                         self._warmup_and_capture(descriptor, cudagraph_runtime_mode=mode)
+                    # The captures leave their dummy adapters to one another.
+                    self.maybe_remove_all_loras(self.lora_config)
         finally:
             # From here on a capture is a mistake, and vLLM raises for it.
             set_cudagraph_capturing_enabled(False)
         lock_workspace()
+        self._is_serving = True
+        if self._drafts:
+            self._drafts.passes.clear()
         self.capture_seconds = time.perf_counter() - start
         _log_plan(dispatcher, self.graphs, self.capture_seconds, self.max_num_tokens)
         return 0
@@ -129,15 +284,20 @@ class DispatchMixin(Runner):
         """
         dispatcher = self.cudagraph_dispatcher.core
         plan = dispatcher.plan if dispatcher else CapturePlan()
+        graphs_per_size: Counter[str] = Counter()
+        for descriptor, num_graphs in self.graphs.num_graphs().items():
+            if descriptor.role == ROLE:
+                continue
+            graphs_per_size[f"{descriptor.mode.name}-{descriptor.num_tokens}"] += num_graphs
         return {
             "policy": dispatcher.policy if dispatcher else "eager",
             "full_sizes": list(plan.full_sizes),
             "piecewise_sizes": list(plan.piecewise_sizes),
+            "lora_cases": list(plan.lora_cases),
             "graphs": {mode.name: n for mode, n in self.graphs.num_graphs_by_mode().items()},
-            "graphs_per_size": {
-                f"{descriptor.mode.name}-{descriptor.num_tokens}": n
-                for descriptor, n in self.graphs.num_graphs().items()
-            },
+            "draft_graphs": {mode.name: n for mode, n in self.graphs.num_graphs_by_mode(ROLE).items()},
+            "draft_passes": dict(self._drafts.passes) if self._drafts else {},
+            "graphs_per_size": dict(graphs_per_size),
             "capture_seconds": self.capture_seconds,
             "routes": [
                 {
@@ -148,6 +308,19 @@ class DispatchMixin(Runner):
                     "paddings": count.num_paddings,
                 }
                 for count in self.records.counts()
+            ],
+            "decisions": [
+                {
+                    "mode": part.mode.name,
+                    "reason": part.reason.name,
+                    "requests": part.requests[1],
+                    "tokens": part.num_tokens,
+                    "padded": part.num_padded_tokens,
+                    "loras": part.descriptor.num_active_loras,
+                    "idle": is_idle,
+                }
+                for step_plan, is_idle in self.records.recent()
+                for part in step_plan.parts
             ],
         }
 

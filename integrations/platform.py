@@ -37,6 +37,10 @@ class EmulatedNpuPlatform(CpuPlatform):
         return "aclgraph_dispatch.integrations.acl_graph.ACLGraphWrapper"
 
     @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "aclgraph_dispatch.integrations.communicator.EmulatedCommunicator"
+
+    @classmethod
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> str:
@@ -47,6 +51,10 @@ class EmulatedNpuPlatform(CpuPlatform):
         }
         # Others (AMX MLA, say) declare no graph support: vLLM then lowers the mode and says so.
         return graphed.get(stock.rpartition(".")[2], stock)
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "aclgraph_dispatch.integrations.lora.GraphedPunicaWrapper"
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
@@ -71,17 +79,22 @@ class EmulatedNpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         from .compat import refuse_unsupported
-        from .dispatcher import capture_plan
+        from .dispatcher import capture_plan, policy_of
+        from .drafter import is_drafters
 
         compilation = vllm_config.compilation_config
         kept = {name: getattr(compilation, name) for name in _KEPT}
         super().check_and_update_config(vllm_config)
         if vllm_config.model_config is None or vllm_config.model_config.enforce_eager:
             return
-        refuse_unsupported(vllm_config)
         for name, value in kept.items():
             setattr(compilation, name, value)
-        plan = capture_plan(vllm_config)
+        if is_drafters(vllm_config):
+            # Made from the engine's, with the same compilation; that has been checked and planned.
+            return
+        refuse_unsupported(vllm_config)
+        config = DispatchConfig.load(vllm_config.additional_config)
+        plan = capture_plan(vllm_config, policy_of(compilation.cudagraph_mode, config))
         sizes = sorted({*plan.full_sizes, *plan.piecewise_sizes})
         compilation.cudagraph_capture_sizes = sizes
         compilation.max_cudagraph_capture_size = sizes[-1] if sizes else 0

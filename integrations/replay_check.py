@@ -32,7 +32,7 @@ def replay_checked(
     run: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    num_tokens: int,
+    is_padding: torch.Tensor | None,
     *,
     leaves_room: bool,
 ) -> Any:
@@ -47,7 +47,7 @@ def replay_checked(
             cache is what the replay has written there.
         args: Its inputs.
         kwargs: Its inputs by name.
-        num_tokens: Tokens that are no padding; rows behind them are not compared.
+        is_padding: The tokens whose rows are not compared, shape (num_tokens,); a drafter does not tell.
         leaves_room: Whether outputs may be memory that the graph only makes, for attention to write to.
 
     Raises:
@@ -65,7 +65,10 @@ def replay_checked(
     pairs = zip(tree_flatten(found)[0], tree_flatten(expected)[0], strict=True)
     for index, (ours, theirs) in enumerate(pairs):
         if isinstance(ours, torch.Tensor) and not (leaves_room and ours.isnan().all()):
-            differs = ours[:num_tokens].ne(theirs[:num_tokens]).flatten(1).any(dim=1)
+            # What padding is computed from may be NaN, then on both sides.
+            differs = (ours.ne(theirs) & ~(ours.isnan() & theirs.isnan())).flatten(1).any(dim=1)
+            if is_padding is not None:
+                differs &= ~is_padding
             if differs.any():
                 rows = differs.nonzero().flatten().tolist()
                 raise ReplayError(f"a replay of {name} differs from its operators in output {index}, rows {rows}")

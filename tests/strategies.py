@@ -1,9 +1,22 @@
 """What a scheduler can hand over, and what a user can configure, as hypothesis strategies."""
 
+import functools
+
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from aclgraph_dispatch import POLICIES, Batch, CapturePlan, Dispatcher, RuntimeMode, ScheduledRequest
+from aclgraph_dispatch import (
+    POLICIES,
+    BackendTraits,
+    Batch,
+    CapturePlan,
+    Dispatcher,
+    FullGraphs,
+    RuntimeMode,
+    ScheduledRequest,
+    StepCost,
+)
+from aclgraph_dispatch.agreement import Vote
 
 # A garbage collection with torch in memory takes longer than hypothesis grants an example.
 settings.register_profile("aclgraph_dispatch", settings(), deadline=None)
@@ -11,66 +24,88 @@ settings.load_profile("aclgraph_dispatch")
 
 MAX_QUERY_LEN = 4
 MAX_NUM_SEQS = 12
+MAX_SIZE = 48
 
 prompt_lens = st.integers(1, 16)
 query_lens = st.integers(1, MAX_QUERY_LEN)
 policies = st.sampled_from(list(POLICIES))
 no_lora = st.just(0)
+some_lora = st.integers(0, 5)
 allowed_modes = st.none() | st.frozensets(st.sampled_from(RuntimeMode)) | st.just(frozenset(RuntimeMode))
+traits = st.builds(BackendTraits, st.sampled_from(FullGraphs), st.booleans())
+lora_cases = st.sampled_from([(0,), (0,), (0,), (0, 1, 2, 4), (0, 3), (3,)])
+"""None, every other number of adapters, one number for all but the base model, and for that too."""
+some_sizes = st.just(()) | st.sets(st.integers(1, MAX_SIZE), min_size=1, max_size=8)
 
 
-@st.composite
-def decodes(draw, *, min_drafts=0, max_drafts=MAX_QUERY_LEN, lora_ids=no_lora):
+# Strategies are built once, for hypothesis takes longer to build one than to draw from it.
+
+
+@functools.cache
+def decodes(*, min_drafts=0, max_drafts=MAX_QUERY_LEN, lora_ids=no_lora):
     """
     A request whose newest token alone is missing from the KV cache, with or without drafts to verify.
     """
-    num_prompt = draw(prompt_lens)
-    num_known = num_prompt + draw(st.integers(1, 16))
-    num_drafts = draw(st.integers(min_drafts, max_drafts))
-    return ScheduledRequest(
-        1 + num_drafts, num_known - 1, num_known, num_drafts, num_prompt, lora_id=draw(lora_ids)
-    )
+
+    def build(num_prompt, num_generated, num_drafts, lora_id):
+        num_known = num_prompt + num_generated
+        return ScheduledRequest(1 + num_drafts, num_known - 1, num_known, num_drafts, num_prompt, lora_id)
+
+    return st.builds(build, prompt_lens, st.integers(1, 16), st.integers(min_drafts, max_drafts), lora_ids)
 
 
-@st.composite
-def prefills(draw, *, lora_ids=no_lora):
+@functools.cache
+def prefills(*, lora_ids=no_lora):
     """
     A request that computes prompt tokens, whole or in chunks, or recomputes after a preemption.
     """
-    num_prompt = draw(prompt_lens)
-    num_generated = draw(st.integers(0, 16))
-    num_known = num_prompt + num_generated
-    # Past the prompt, with one token missing, it would be a decode.
-    num_computed = draw(st.integers(0, max(num_prompt - 1, num_known - 2)))
-    num_scheduled = draw(st.integers(1, num_known - num_computed))
-    return ScheduledRequest(
-        num_scheduled,
-        num_computed,
-        num_known,
-        num_prompt=num_prompt,
-        lora_id=draw(lora_ids),
-        resumed=num_generated > 0,
-    )
+
+    def build(num_prompt, num_generated, computed, scheduled, lora_id):
+        num_known = num_prompt + num_generated
+        # Past the prompt, with one token missing, it would be a decode.
+        num_computed = computed % (1 + max(num_prompt - 1, num_known - 2))
+        num_scheduled = 1 + scheduled % (num_known - num_computed)
+        resumed = num_generated > 0
+        return ScheduledRequest(num_scheduled, num_computed, num_known, 0, num_prompt, lora_id, resumed)
+
+    return st.builds(build, prompt_lens, st.integers(0, 16), st.integers(0, 31), st.integers(0, 31), lora_ids)
 
 
-@st.composite
-def scheduled_requests(draw, *, query_len=1, max_size=MAX_NUM_SEQS):
+@functools.cache
+def scheduled_requests(*, query_len=1, max_size=MAX_NUM_SEQS):
     """
     The requests of one step; steps of decodes only come up often enough to matter.
     """
-    lora_ids = draw(st.sampled_from([no_lora, no_lora, no_lora, st.integers(0, 3)]))
-    uniform = decodes(min_drafts=query_len - 1, max_drafts=query_len - 1, lora_ids=lora_ids)
-    ragged = decodes(max_drafts=query_len - 1, lora_ids=lora_ids)
-    prefill = prefills(lora_ids=lora_ids)
-    return draw(st.lists(draw(st.sampled_from([uniform, ragged, prefill, ragged | prefill])), max_size=max_size))
+    kinds = []
+    for lora_ids in (no_lora, no_lora, no_lora, some_lora):
+        uniform = decodes(min_drafts=query_len - 1, max_drafts=query_len - 1, lora_ids=lora_ids)
+        ragged = decodes(max_drafts=query_len - 1, lora_ids=lora_ids)
+        prefill = prefills(lora_ids=lora_ids)
+        kinds += [st.lists(one, max_size=max_size) for one in (uniform, ragged, prefill, ragged | prefill)]
+    return st.one_of(kinds)
 
 
 @st.composite
-def batches(draw, *, query_len=1, max_num_seqs=MAX_NUM_SEQS):
+def max_model_lens(draw, requests, *, query_len=1):
+    """
+    A length that the sequences of *requests* have not outgrown: none, or one that some are close to.
+    """
+    longest = max((r.num_computed + r.num_scheduled for r in requests), default=1)
+    return draw(st.none() | st.integers(longest, longest + query_len))
+
+
+@st.composite
+def batches(draw, *, query_len=1, max_num_seqs=MAX_NUM_SEQS, extend_equals_decode=False):
     """
     A classified batch.
     """
-    return Batch.of(draw(scheduled_requests(query_len=query_len, max_size=max_num_seqs)), query_len=query_len)
+    requests = draw(scheduled_requests(query_len=query_len, max_size=max_num_seqs))
+    return Batch.of(
+        requests,
+        query_len=query_len,
+        max_model_len=draw(max_model_lens(requests, query_len=query_len)),
+        extend_equals_decode=extend_equals_decode,
+    )
 
 
 @st.composite
@@ -78,9 +113,21 @@ def capture_plans(draw, *, query_len=1, max_num_seqs=MAX_NUM_SEQS):
     """
     A plan that a server of this query length and number of requests can use; either mode may be empty.
     """
-    reqs = draw(st.sets(st.integers(1, max_num_seqs), min_size=draw(st.integers(0, min(3, max_num_seqs)))))
-    piecewise_sizes = draw(st.sets(st.integers(1, 64), min_size=draw(st.integers(0, 3)), max_size=8))
-    return CapturePlan([query_len * r for r in sorted(reqs)], sorted(piecewise_sizes))
+    reqs = draw(st.just(()) | st.sets(st.integers(1, max_num_seqs), min_size=min(2, max_num_seqs)))
+    piecewise_sizes = draw(some_sizes)
+    return CapturePlan([query_len * r for r in sorted(reqs)], sorted(piecewise_sizes), draw(lora_cases))
+
+
+costs = st.builds(
+    lambda *points: StepCost(dict(zip(RuntimeMode, points, strict=True))),
+    *[
+        st.dictionaries(
+            st.integers(1, MAX_SIZE), st.sampled_from([0.25, 0.5, 1.0, 2.0, 8.0]), min_size=1, max_size=6
+        )
+    ]
+    * len(RuntimeMode),
+)
+"""Any times, of few values so that some are equal; most do not grow with the tokens."""
 
 
 @st.composite
@@ -95,6 +142,38 @@ def dispatchers(draw):
         policy=draw(policies),
         query_len=query_len,
         max_num_seqs=max_num_seqs,
+        traits=draw(traits),
+        cost=draw(st.none() | costs),
+        role=draw(st.sampled_from(["target", "draft"])),
+    )
+
+
+def twin_of(dispatcher):
+    """
+    Another dispatcher of the same arguments: the one of another rank.
+    """
+    return Dispatcher(
+        dispatcher.plan,
+        policy=dispatcher.policy,
+        query_len=dispatcher.query_len,
+        max_num_seqs=dispatcher.max_num_seqs,
+        traits=dispatcher.traits,
+        cost=dispatcher.cost,
+        role=dispatcher.role,
+    )
+
+
+@st.composite
+def batches_for(draw, dispatcher):
+    """
+    A batch that *dispatcher* may meet, now and then one whose decodes have another length than its graphs.
+    """
+    return draw(
+        batches(
+            query_len=draw(st.just(dispatcher.query_len) | query_lens),
+            max_num_seqs=dispatcher.max_num_seqs,
+            extend_equals_decode=dispatcher.traits.extend_equals_decode,
+        )
     )
 
 
@@ -104,5 +183,15 @@ def steps(draw):
     A dispatcher, a batch it may meet, and the modes allowed in that step.
     """
     dispatcher = draw(dispatchers())
-    batch = draw(batches(query_len=dispatcher.query_len, max_num_seqs=dispatcher.max_num_seqs))
-    return dispatcher, batch, draw(allowed_modes)
+    return dispatcher, draw(batches_for(dispatcher)), draw(allowed_modes)
+
+
+votes = st.builds(
+    Vote,
+    st.sampled_from(RuntimeMode),
+    st.integers(0, 1024),
+    st.integers(0, 1024),
+    st.integers(0, 8),
+    st.integers(1, 3),
+    st.integers(1, 255),
+)

@@ -43,6 +43,40 @@ def test_capture_order():
     ) == descriptors
 
 
+def test_capture_order_of_adapters():
+    """
+    Each size is captured for every number of adapters, the most first.
+    """
+    plan = CapturePlan((2,), (6,), [0, 1, 4])
+
+    assert (
+        *(BatchDescriptor(PIECEWISE, 6, num_active_loras=n, role="draft") for n in (4, 1, 0)),
+        *(BatchDescriptor(FULL, 2, 2, 1, n, "draft") for n in (4, 1, 0)),
+    ) == plan.descriptors(role="draft")
+
+
+def test_no_adapters_by_default():
+    """
+    Unless told otherwise there is the base model alone.
+    """
+    assert CapturePlan((2,), (6,), (0,)) == CapturePlan((2,), (6,))
+
+
+@given(query_lens.flatmap(lambda q: st.tuples(st.just(q), capture_plans(query_len=q))))
+def test_descriptor_of_a_size(query_len_and_plan):
+    """
+    A graph's key is the same whether all are asked for or one.
+    """
+    query_len, plan = query_len_and_plan
+
+    assert set(plan.descriptors(query_len=query_len)) == {
+        CapturePlan.descriptor(mode, size, case, query_len=query_len)
+        for mode in RuntimeMode
+        for size in plan.sizes(mode)
+        for case in plan.lora_cases
+    }
+
+
 def test_one_token_a_request_by_default():
     """
     Without drafts a FULL graph of 2 tokens serves 2 requests.
@@ -53,12 +87,13 @@ def test_one_token_a_request_by_default():
 @given(query_lens.flatmap(lambda q: st.tuples(st.just(q), capture_plans(query_len=q))))
 def test_one_descriptor_a_graph(query_len_and_plan):
     """
-    Every size appears once, under a key of its own.
+    Every size appears once for every number of adapters, under a key of its own.
     """
     query_len, plan = query_len_and_plan
     descriptors = plan.descriptors(query_len=query_len)
 
-    assert len(plan.full_sizes) + len(plan.piecewise_sizes) == len(set(descriptors))
+    num_sizes = len(plan.full_sizes) + len(plan.piecewise_sizes)
+    assert num_sizes * len(plan.lora_cases) == len(descriptors) == len(set(descriptors))
     assert all(d.num_tokens == d.num_reqs * query_len for d in descriptors if d.mode is FULL)
 
 
@@ -83,3 +118,15 @@ def test_wrong_sizes(name, sizes, message):
         CapturePlan(**{name: sizes})
 
     assert isinstance(excinfo.value, DispatchError)
+
+
+@pytest.mark.parametrize("cases", [(), (-1, 0), (1, 0), (0, 0), (0, True), (0, 1.0), ("1",)])
+def test_wrong_lora_cases(cases):
+    """
+    There is one case at least, and none twice.
+    """
+    rule = "'lora_cases' must be one or more integers >= 0, ascending without repetition: "
+    with pytest.raises(PlanError) as excinfo:
+        CapturePlan(lora_cases=cases)
+
+    assert f"{rule}{list(cases)}" == str(excinfo.value)

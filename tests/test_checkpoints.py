@@ -5,12 +5,16 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file
 
 from aclgraph_dispatch.bench.checkpoints import (
+    ADAPTER_RANK,
     MODELS,
     SPECIAL_TOKENS,
     VOCABULARY,
+    cached_adapter,
     cached_checkpoint,
+    write_adapter,
     write_checkpoint,
 )
 from aclgraph_dispatch.errors import ConfigError
@@ -144,6 +148,63 @@ def test_cache_keeps_models_and_seeds_apart(tmp_path, monkeypatch):
     assert len(paths) == 3
     assert all(path.is_relative_to(tmp_path) and path.is_dir() for path in paths)
     assert cached_checkpoint("gqa") in paths
+
+
+def test_adapter_of_the_same_seed_has_the_same_bytes(tmp_path):
+    """
+    A name and a seed determine every byte of an adapter; another seed changes the weights.
+    """
+    first = read(write_adapter("gqa", tmp_path / "first", seed=3))
+    second = read(write_adapter("gqa", tmp_path / "second", seed=3))
+    other = read(write_adapter("gqa", tmp_path / "other", seed=4))
+
+    assert first == second
+    assert first["adapter_model.safetensors"] != other["adapter_model.safetensors"]
+    assert first["adapter_config.json"] == other["adapter_config.json"]
+
+
+def test_adapter_changes_every_linear_layer_of_its_model(tmp_path):
+    """
+    Each weight between embedding and head, norms aside, has a pair of factors of the adapter's rank whose product
+    has its shape.
+    """
+    model = load_file(write_checkpoint("gqa", tmp_path / "gqa") / "model.safetensors")
+    directory = write_adapter("gqa", tmp_path / "adapter")
+    adapter = load_file(directory / "adapter_model.safetensors")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    adapted = {name for name in model if name.endswith("proj.weight")}
+
+    assert 7 * MODELS["gqa"]["num_hidden_layers"] == len(adapted)
+    assert 2 * len(adapted) == len(adapter)
+    assert (ADAPTER_RANK, ADAPTER_RANK) == (config["r"], config["lora_alpha"])
+    assert set(config["target_modules"]) == {name.split(".")[-2] for name in adapted}
+    for name in adapted:
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        down, up = (adapter[f"{prefix}.lora_{half}.weight"] for half in "AB")
+        assert ADAPTER_RANK == len(down)
+        change = up @ down
+        assert change.shape == model[name].shape
+        assert change.norm() > 0.3 * model[name].norm()
+
+
+def test_adapters_are_cached_apart_from_models(tmp_path, monkeypatch):
+    """
+    Each adapter has its own directory, and is found there again.
+    """
+    monkeypatch.setenv("ACLGRAPH_DISPATCH_CACHE", str(tmp_path))
+    paths = {cached_adapter("gqa"), cached_adapter("gqa", seed=1), cached_checkpoint("gqa")}
+
+    assert len(paths) == 3
+    assert all(path.is_relative_to(tmp_path) and path.is_dir() for path in paths)
+    assert cached_adapter("gqa") in paths
+
+
+def test_adapter_of_a_model_that_has_none_is_an_error(tmp_path):
+    """
+    The message names the models that have adapters.
+    """
+    with pytest.raises(ConfigError, match="model of an adapter must be one of gqa: 'mla'"):
+        write_adapter("mla", tmp_path / "mla")
 
 
 STOCK_VLLM = {

@@ -173,7 +173,12 @@ def capture_plan(value, *, policy="full_and_piecewise", ladder=(1, 2, 4, 8, 16),
         ({}, {"ladder": ()}, (), ()),
         ({}, {"ladder": [8, 4, 4, 1]}, (1, 4, 8), (1, 4, 8)),
         ({}, {"max_num_batched_tokens": 4}, (1, 2, 4), (1, 2, 4)),
+        # FULL sizes are whole requests, and no fewer than the engine's own size holds.
         ({}, {"query_len": 4, "max_num_seqs": 2}, (4, 8), (1, 2, 4, 8, 16)),
+        ({}, {"query_len": 3}, (3, 6, 9, 18), (1, 2, 4, 8, 16)),
+        ({}, {"query_len": 3, "ladder": [1, 2, 4, 8, 16, 24]}, (3, 6, 9, 18, 24), (1, 2, 4, 8, 16, 24)),
+        ({}, {"query_len": 3, "max_num_batched_tokens": 17}, (3, 6, 9), (1, 2, 4, 8, 16)),
+        ({"threshold": 10}, {"query_len": 4}, (4, 8), (1, 2, 4, 8)),
         ({"threshold": 4}, {}, (1, 2, 4), (1, 2, 4)),
         ({"threshold": 12}, {}, (1, 2, 4, 8), (1, 2, 4, 8)),
         # What is configured is taken as it is.
@@ -191,6 +196,30 @@ def test_capture_plan(value, engine, full_sizes, piecewise_sizes):
     The plan has the user's sizes, else the engine's, for the modes of the policy.
     """
     assert CapturePlan(full_sizes, piecewise_sizes) == capture_plan(value, **engine)
+
+
+def test_lora_cases():
+    """
+    Every size is captured for the adapters that the engine captures, by default for none.
+    """
+    assert (0,) == capture_plan({}).lora_cases
+    assert (0, 1, 3) == capture_plan({}, lora_cases=[0, 1, 3]).lora_cases
+
+
+@pytest.mark.parametrize("additional_config", [None, {"ascend": {}, "aclgraph_dispatch": {"policy": "piecewise"}}])
+@pytest.mark.parametrize("plan", [CapturePlan((1, 2), (8,)), CapturePlan((), (8,)), CapturePlan()])
+def test_pinned(additional_config, plan):
+    """
+    Sizes once planned can be written down, beside what was written, and give the same plan again.
+    """
+    pinned = DispatchConfig.pinned(additional_config, plan)
+
+    sizes = {"full_sizes": [1, 2]} if plan.full_sizes else {}
+    sizes |= {"piecewise_sizes": [8]} if plan.piecewise_sizes else {}
+    ours = (additional_config or {}).get("aclgraph_dispatch", {})
+    assert {**(additional_config or {}), "aclgraph_dispatch": {**ours, **sizes}} == pinned
+    assert additional_config is None or additional_config["aclgraph_dispatch"] == {"policy": "piecewise"}
+    assert tuple(sizes.get("full_sizes", ())) == (DispatchConfig.load(pinned).full_sizes or ())
 
 
 @pytest.mark.parametrize(

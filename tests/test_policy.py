@@ -27,13 +27,21 @@ def test_modes_used(policy, modes):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_legal_policies(policy):
     """
-    Eager is never listed, an empty batch has no mode, and a FULL graph is for uniform decodes only.
+    Eager is never listed, an empty batch has no mode, and a FULL graph is for decodes only.
     """
     for kind, modes in POLICIES[policy].items():
         assert kind is not BatchKind.EMPTY
         assert NONE not in modes
         assert len(set(modes)) == len(modes)
-        assert kind is BatchKind.UNIFORM_DECODE or FULL not in modes
+        assert kind in (BatchKind.UNIFORM_DECODE, BatchKind.RAGGED_DECODE) or FULL not in modes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ragged_like_uniform(policy):
+    """
+    Ragged decodes are wanted where uniform ones are: what bars them is the backend's or the batch's.
+    """
+    assert POLICIES[policy].get(BatchKind.UNIFORM_DECODE) == POLICIES[policy].get(BatchKind.RAGGED_DECODE)
 
 
 def test_full_is_best():
@@ -45,9 +53,9 @@ def test_full_is_best():
 
 def test_obstacles():
     """
-    Each kind of batch that is not uniform is an obstacle of its own name.
+    Each kind of batch that holds more than decodes is an obstacle of its own name.
     """
-    kinds = {"RAGGED_DECODE": "RAGGED", "MIXED": "MIXED", "PREFILL": "PREFILL"}
+    kinds = {"MIXED": "MIXED", "PREFILL": "PREFILL"}
 
     assert {BatchKind[kind]: Reason[reason] for kind, reason in kinds.items()} == KIND_OBSTACLES
 

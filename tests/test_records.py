@@ -71,6 +71,42 @@ def test_counts_are_a_snapshot():
     assert [row.num_parts for row in records.counts()] == [2]
 
 
+def test_recent():
+    """
+    The last decisions are kept in order, and which of them were idle; no more than asked for.
+    """
+    first, second, third = (StepPlan((part(FULL, 8, 0, n, Reason.PADDED),)) for n in (1, 2, 3))
+    records = StepRecords(num_recent=2)
+    assert records.recent() == ()
+
+    records.observe(first)
+    records.observe_idle(second)
+    assert ((first, False), (second, True)) == records.recent()
+    records.observe(third)
+    assert ((second, True), (third, False)) == records.recent()
+
+
+def test_idle_steps_are_not_counted():
+    """
+    What is run only because other ranks run it is no step of this engine.
+    """
+    records = StepRecords()
+    records.observe_idle(StepPlan((part(FULL, 8, 0, 0, Reason.RANK_VOTE),)))
+
+    assert records.counts() == ()
+
+
+def test_decisions_kept_by_default():
+    """
+    A thousand decisions and a few are kept, whatever runs.
+    """
+    records = StepRecords()
+    for _ in range(2000):
+        records.observe(StepPlan(()))
+
+    assert len(records.recent()) == 1024
+
+
 @given(st.lists(steps(), max_size=5))
 def test_totals(observed):
     """

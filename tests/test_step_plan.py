@@ -62,3 +62,12 @@ def test_part_measures():
     part = Part(RuntimeMode.FULL, FULL_8, requests=(3, 4), tokens=(12, 16), reason=Reason.PADDED)
 
     assert (part.num_tokens, part.num_padded_tokens, part.num_paddings) == (4, 8, 4)
+
+
+def test_part_defaults():
+    """
+    Unless told otherwise drafts stay as they are, and nobody predicted the time.
+    """
+    part = Part(RuntimeMode.FULL, FULL_8, (0, 2), (0, 8), Reason.EXACT)
+
+    assert Part(RuntimeMode.FULL, FULL_8, (0, 2), (0, 8), Reason.EXACT, pads_drafts=False, seconds=None) == part

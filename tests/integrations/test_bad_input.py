@@ -93,15 +93,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "'policy' 'piecewise' cannot be run here: vLLM lowered cudagraph_mode to NONE (its log says why); use "
         "'eager', or a backend or compilation mode that supports more",
     ),
-    "speculative decoding": (
+    "method of speculation": (
         {"policy": "full_and_piecewise"},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-        f"aclgraph-dispatch: not supported with graphs: speculative decoding; drop it, {OFF}",
-    ),
-    "tensor parallelism": (
-        {},
-        {"tensor_parallel_size": 2},
-        f"aclgraph-dispatch: not supported with graphs: tensor parallelism; use size 1, {OFF}",
+        {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        "aclgraph-dispatch: not supported with graphs: this method of speculative decoding; use one of ngram, "
+        f"draft_model, {OFF}",
     ),
     "pipeline parallelism": (
         {},
@@ -113,11 +109,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"data_parallel_size": 2},
         f"aclgraph-dispatch: not supported with graphs: data parallelism; use size 1, {OFF}",
     ),
-    "LoRA": (
-        {"policy": "piecewise"},
-        {"enable_lora": True},
-        f"aclgraph-dispatch: not supported with graphs: LoRA; drop it, {OFF}",
-    ),
     "vLLM's worker": (
         {},
         {"worker_cls": "auto"},
@@ -126,9 +117,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "several features": (
         {},
-        {"enable_lora": True, "tensor_parallel_size": 2},
-        f"aclgraph-dispatch: not supported with graphs: LoRA; drop it, {OFF}; "
-        f"not supported with graphs: tensor parallelism; use size 1, {OFF}",
+        {"worker_cls": "auto", "pipeline_parallel_size": 2},
+        "aclgraph-dispatch: not supported with graphs: vLLM's own CPU worker; "
+        f"set --worker-cls {WORKER_CLS}, {OFF}; "
+        f"not supported with graphs: pipeline parallelism; use size 1, {OFF}",
     ),
 }
 """Name: our configuration, what else the engine is told, the message."""
@@ -152,7 +144,13 @@ ACCEPTED: dict[str, tuple[Any, dict[str, Any], list[Any]]] = {
     ),
     "threshold": ({"threshold": 8}, {}, ["FULL_AND_PIECEWISE", [1, 2, 4, 8]]),
     "eager policy": ({"policy": "eager"}, {}, ["NONE", []]),
+    "speculation": (
+        {"policy": "full_decode_only"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        ["FULL_DECODE_ONLY", [3, 6, 9, 12, 18, 24, 33, 42, 48]],
+    ),
     "enforce_eager": ({}, {"enforce_eager": True}, ["NONE", []]),
+    "LoRA": ({}, {"enable_lora": True}, ["FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 24, 32]]),
     "enforce_eager and more": (
         {"policy": "piecewise", "full_sizes": [99]},
         {"enforce_eager": True, "enable_lora": True},

@@ -8,16 +8,19 @@ import numpy.typing as npt
 
 from aclgraph_dispatch import (
     POLICIES,
+    BackendTraits,
     Batch,
     BatchDescriptor,
     BatchKind,
     CapturePlan,
     DispatchConfig,
     Dispatcher,
+    FullGraphs,
     Part,
     Reason,
     RuntimeMode,
     ScheduledRequest,
+    StepCost,
     StepPlan,
 )
 
@@ -32,6 +35,7 @@ def classify(lengths: npt.NDArray[np.int32]) -> Batch:
     assert_type(batch.num_tokens, int)
     Batch.from_arrays(lengths, lengths, lengths)
     Batch.from_arrays(lengths, lengths, lengths, lengths, num_prompt=lengths, query_len=4, num_active_loras=1)
+    assert_type(Batch.of(requests, max_model_len=4096, extend_equals_decode=True).can_pad_drafts, bool)
     return Batch.of(tuple(requests))
 
 
@@ -43,7 +47,18 @@ def configure(additional_config: Mapping[str, object] | None) -> Dispatcher:
     plan = CapturePlan(full_sizes=(4, 8), piecewise_sizes=range(8, 64, 8))
     assert_type(plan.full_sizes, tuple[int, ...])
     assert_type(plan.descriptors(query_len=4), tuple[BatchDescriptor, ...])
-    return Dispatcher(plan, policy=config.policy or next(iter(POLICIES)), query_len=4, max_num_seqs=8)
+    assert_type(CapturePlan((4, 8), (8,), lora_cases=[0, 1]).lora_cases, tuple[int, ...])
+    cost = StepCost({mode: {1: 0.004, 64: 0.005} for mode in RuntimeMode})
+    assert_type(cost.seconds(RuntimeMode.FULL, 8), float)
+    return Dispatcher(
+        plan,
+        policy=config.policy or next(iter(POLICIES)),
+        query_len=4,
+        max_num_seqs=8,
+        traits=BackendTraits(FullGraphs.RAGGED, extend_equals_decode=True),
+        cost=cost,
+        role="draft",
+    )
 
 
 def dispatch(dispatcher: Dispatcher, batch: Batch) -> StepPlan:
@@ -53,6 +68,8 @@ def dispatch(dispatcher: Dispatcher, batch: Batch) -> StepPlan:
         assert_type(part.mode, RuntimeMode)
         assert_type(part.reason, Reason)
         assert_type(part.num_paddings, int)
+        assert_type(part.pads_drafts, bool)
+        assert_type(part.seconds, float | None)
         assert_type(part.descriptor.num_reqs, int | None)
         first, last = part.tokens
         assert_type(last - first, int)

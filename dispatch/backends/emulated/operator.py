@@ -14,6 +14,8 @@ import attrs
 import torch
 from torch._ops import OpOverload
 
+from . import collective
+
 _FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 _ALLOCATORS = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
@@ -38,6 +40,8 @@ class Operator:
         written: For each result, the name of the argument that it is; None for fresh results.
         mutates: Whether it writes to an argument's memory (which `unsqueeze_`, say, does not), or declares no
             effect at all.
+        is_collective: Whether it only starts what other ranks take part in, see `collective`.
+        is_wait: Whether it waits for that.
         needs_host: Whether its result or its shape depends on a value, which the host would have to wait for.
         out: The variant that writes its results to given tensors, and the names of those arguments.
     """
@@ -47,6 +51,8 @@ class Operator:
     allocates: bool
     written: tuple[str | None, ...]
     mutates: bool
+    is_collective: bool
+    is_wait: bool
     needs_host: bool
     out: tuple[OpOverload, tuple[str, ...]] | None
 
@@ -73,6 +79,8 @@ def operator(overload: OpOverload) -> Operator:
         allocates=overload.namespace == "aten" and schema.name.removeprefix("aten::") in _ALLOCATORS,
         written=_written(schema),
         mutates=mutates,
+        is_collective=collective.is_collective(overload),
+        is_wait=collective.is_wait(overload),
         needs_host=torch.Tag.data_dependent_output in tags
         or (torch.Tag.dynamic_output_shape in tags and schema.name != "aten::index"),
         out=out,

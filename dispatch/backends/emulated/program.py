@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from .operator import operator
 from .recorder import Task
 
 
@@ -78,9 +79,10 @@ class Program:
 
 def is_expressible(task: Task) -> bool:
     """
-    Whether the interpreter can make the task's call: no task update changes it, and it writes to given tensors.
+    Whether the interpreter can make the task's call: no task update changes it, it writes to given tensors, and
+    has done so when it returns.
     """
-    if task.group is not None or not task.writes_in_place:
+    if task.group is not None or not task.writes_in_place or operator(task.overload).is_collective:
         return False
     # An empty list has no type by itself.
     return _is_plain(task.call()[0]) and not any(

@@ -9,6 +9,7 @@ A device captures by noting kernels instead of launching them. Here a dispatch m
   included);
 * one that makes a fresh result is run, because only running tells the result's shape and layout, and is noted
   together with the tensor it produced: at replay it writes there, through its out variant or a copy;
+* a collective is noted together with the wait for it, and not run, so that no other rank is needed;
 * views and allocations are done once, at capture; a replay works on the same memory;
 * what needs a value on the host is refused, as on a device.
 
@@ -31,6 +32,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import collective
 from .device import hardware
 from .operator import Operator, operator
 from .schedule import Explore
@@ -80,7 +82,9 @@ class Task:
         """
         self.args = args
         self.kwargs = kwargs
-        if self.writes_in_place:
+        if operator(self.overload).is_collective:
+            self.run = functools.partial(collective.run, self.overload, args, kwargs, self.outputs)
+        elif self.writes_in_place:
             overload, args, kwargs = self.call()
             # `_op` is the operator without its Python front: a third less time per call.
             self.run = functools.partial(overload._op, *args, **kwargs)
@@ -122,6 +126,8 @@ class Recorder(TorchDispatchMode):
         if op.body is not None:
             with self:
                 return op.body(*args, **kwargs)
+        if op.is_collective or op.is_wait:
+            return self.note_collective(op, args, kwargs)
         if op.needs_host or selects_by_mask(op, args):
             raise RuntimeError(
                 f"operation not permitted when stream is capturing: {func} needs a value on the host"
@@ -145,6 +151,28 @@ class Recorder(TorchDispatchMode):
         self.items.append(task)
         if not is_given:
             self.fresh += task.outputs
+        return result
+
+    def note_collective(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """
+        Note a collective that is not run, and return tensors such as it would; to wait for it is part of it.
+        """
+        if op.is_wait:
+            return args[0]
+        results: tuple[torch.Tensor, ...] = ()
+        if op.overload.namespace == "c10d":
+            result = collective.finished_work(op.overload, args)
+        elif op.mutates:
+            result = written(op, args, kwargs)
+        else:
+            result = collective.fresh_result(op.overload, args, kwargs)
+            results = alias(_tensors(result))
+            for tensor in results:
+                _make_harmless(tensor)
+        task = Task(op.overload, results)
+        task.bind(*alias((args, kwargs)))
+        self.items.append(task)
+        self.fresh += results
         return result
 
     def note_write(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,1 @@
+"""What a decision costs the host: `pytest bench/micro`."""
