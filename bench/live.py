@@ -180,6 +180,8 @@ def _run_processes(
     # Without binding, as vLLM binds each worker to a NUMA node of its own.
     defaults = {
         "OMP_NUM_THREADS": "1",
+        # The n-gram drafter's threads wait busily for one another.
+        "NUMBA_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }

@@ -5,20 +5,20 @@ Theory of operation
 -------------------
 A policy lists, for a kind of batch, the modes it may use, best first. For each mode the captured sizes are
 known beforehand, and so is the best one that holds a given number of tokens: the smallest, or, by a cost model,
-the cheapest. So everything there is to decide about a step depends on five small things: the kind of batch, the
-modes the caller allows, the number of tokens, of requests, and of active LoRA adapters. Of these the first three
-index a table that is filled once, at construction:
+the cheapest. So what there is to decide about a step depends on three small things: the kind of batch, the modes
+the caller allows, and the number of tokens. These index a table that is filled once, at construction:
 
     _rules[kind, FULL allowed, PIECEWISE allowed][num_tokens] -> mode, size, reason
 
 with one more entry, at the end, for every number of tokens above the largest size. The number of requests does
 not change the decision, only the ranges written into the `StepPlan`; the number of adapters only picks among the
-graphs of one size, for each size is captured for every LoRA case. Plans are interned as they occur, up to the
-largest size: a step above it runs eagerly, which takes a thousand times longer than to make its plan. The plans
-of uniform decodes, which most steps are, are made at construction, and are one list index away.
+graphs of one size, for each size is captured for every LoRA case. A ragged decode is the exception: in a FULL
+graph it takes the room of as many uniform decodes, elsewhere the room of its tokens, so that it is decided when
+it first occurs.
 
-A ragged decode is the exception: in a FULL graph it takes the room of as many uniform decodes, elsewhere the room
-of its tokens. Its decision depends on both numbers and is made when a pair of them first occurs.
+Most steps are uniform decodes: their plans are made at construction, and are two list indices away. Others are
+kept as they occur, up to the largest size: a step above it runs eagerly, which takes a thousand times longer than
+to make its plan.
 
 The reason is the last obstacle met on the way from the best mode to the one used (see `Reason`); the walk is
 `_decide`. A cost model does not change what is possible: among the possible modes, and eager, it takes the one it
@@ -116,6 +116,7 @@ class Dispatcher:
         self.cost = cost
         self.role = role
 
+        self._is_variable = traits.full_graphs is FullGraphs.RAGGED
         self._has_full = traits.full_graphs is not FullGraphs.NEVER and not (
             traits.full_graphs is FullGraphs.SINGLE_TOKEN and query_len > 1
         )
@@ -138,20 +139,19 @@ class Dispatcher:
             for piecewise in (False, True)
         }
         self._plans: dict[tuple[object, ...], StepPlan] = {}
-        # Index: number of adapters, then of tokens. A last request that is short of them still takes a whole row.
-        self._decodes = [
-            [
+        # Index: number of tokens. A last request that is short of them still takes a whole row.
+        decodes = {
+            case: [
                 self._decide_plan(
-                    Batch(
-                        BatchKind.UNIFORM_DECODE, -(-num_tokens // query_len), num_tokens, 0, query_len, num_loras
-                    ),
+                    Batch(BatchKind.UNIFORM_DECODE, -(-num_tokens // query_len), num_tokens, 0, query_len, case),
                     True,
                     True,
                 )
                 for num_tokens in range(max_num_seqs * query_len + 1)
             ]
-            for num_loras in range(len(self._lora_case))
-        ]
+            for case in plan.lora_cases
+        }
+        self._decodes = [decodes[case] for case in self._lora_case]
 
     def dispatch(self, batch: Batch, allowed: AbstractSet[RuntimeMode] | None = None) -> StepPlan:
         """
@@ -241,7 +241,7 @@ class Dispatcher:
         elif kind is BatchKind.RAGGED_DECODE:
             obstacles = self._obstacles(full, piecewise)
             can_pad = batch.can_pad_drafts and batch.query_len == self.query_len
-            if self.traits.full_graphs is not FullGraphs.RAGGED and not can_pad:
+            if not self._is_variable and not can_pad:
                 obstacles.setdefault(_FULL, Reason.RAGGED)
             rule = self._decide(kind, obstacles, num_tokens, self._num_full_tokens(batch))
         else:
@@ -278,7 +278,9 @@ class Dispatcher:
             elif not sizes:
                 obstacle = Reason.NOT_CAPTURED
             elif needed >= len(sizes):
-                obstacle = Reason.OVER_MAX
+                # Of ragged decodes it is the pads that have no room.
+                is_padded = kind is BatchKind.RAGGED_DECODE and mode is _FULL and not self._is_variable
+                obstacle = Reason.RAGGED if is_padded else Reason.OVER_MAX
             else:
                 size = sizes[needed]
                 reason = obstacle or (Reason.EXACT if size == num_tokens else Reason.PADDED)
@@ -313,9 +315,7 @@ class Dispatcher:
     def _plan(self, descriptor: BatchDescriptor, reason: Reason, batch: Batch) -> StepPlan:
         mode = descriptor.mode
         pads_drafts = (
-            mode is _FULL
-            and self.traits.full_graphs is not FullGraphs.RAGGED
-            and batch.num_tokens != batch.num_reqs * self.query_len
+            mode is _FULL and not self._is_variable and batch.num_tokens != batch.num_reqs * self.query_len
         )
         seconds = None if self.cost is None else self.cost.seconds(mode, descriptor.num_tokens)
         requests, tokens = (0, batch.num_reqs), (0, batch.num_tokens)

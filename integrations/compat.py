@@ -52,6 +52,12 @@ UNSUPPORTED = (
         "pipeline parallelism", lambda c: c.parallel_config.pipeline_parallel_size > 1, f"use size 1, {_OFF}"
     ),
     Unsupported(
+        # vLLM's kernel for CPUs takes the numbers of all experts for those of its own, and reads beyond these.
+        "expert parallelism",
+        lambda c: c.parallel_config.enable_expert_parallel and c.parallel_config.world_size_across_dp > 1,
+        "drop enable_expert_parallel: each expert is then split over the ranks",
+    ),
+    Unsupported(
         "micro-batches within a forward pass",
         lambda c: c.parallel_config.use_ubatching,
         f"drop --enable-dbo and --ubatch-size, {_OFF}",

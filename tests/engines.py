@@ -108,9 +108,10 @@ def adapters() -> list[EngineRequest]:
 
 def repetitive() -> list[EngineRequest]:
     """
-    Prompts in which an n-gram drafter finds something. Three that hold every word, so that it always does: while they
-    are alone, every step verifies the same number of drafts. Then short ones, in which it sometimes does; they also
-    ask for log probabilities and for outputs by a grammar. Last one that ends at the model's maximum length.
+    Prompts in which an n-gram drafter finds something. Three that hold every word, so that it always does: while
+    they are alone, every step verifies the same number of drafts. Then short ones, in which it sometimes does;
+    they also ask for log probabilities and for outputs by a grammar. Last one that ends at the model's maximum
+    length.
     """
     rng = random.Random(4)
     vocabulary = range(len(SPECIAL_TOKENS), len(VOCABULARY))

@@ -145,10 +145,11 @@ def test_padding_needs_room(query_len, num_drafts, num_known, max_model_len, can
     Drafts are padded only up to the longest sequence that the model can have.
     """
     short = ScheduledRequest(1 + num_drafts, num_known - 1, num_known, num_drafts, 100)
-    batch = Batch.of([short, decode(query_len - 1)], query_len=query_len, max_model_len=max_model_len)
+    for requests in ([short, decode(query_len - 1)], [decode(query_len - 1), short]):
+        batch = Batch.of(requests, query_len=query_len, max_model_len=max_model_len)
 
-    assert (RAGGED if num_drafts < query_len - 1 else UNIFORM) is batch.kind
-    assert can_pad is batch.can_pad_drafts
+        assert (RAGGED if num_drafts < query_len - 1 else UNIFORM) is batch.kind
+        assert can_pad is batch.can_pad_drafts
 
 
 @pytest.mark.parametrize("tail", [TAIL, ScheduledRequest(1, 64, 65, num_prompt=65)])

@@ -175,7 +175,7 @@ def test_cheapest(seconds, route_of_3):
         # Five requests of 1 token need as much room as five of 4.
         (FullGraphs.UNIFORM, 4, ragged(5, 5, 4), (FULL, 20, Reason.PADDED), True),
         (FullGraphs.UNIFORM, 4, ragged(2, 5, 4, can_pad_drafts=False), (PIECEWISE, 6, Reason.RAGGED), False),
-        (FullGraphs.UNIFORM, 4, ragged(6, 7, 4), (PIECEWISE, 24, Reason.OVER_MAX), False),
+        (FullGraphs.UNIFORM, 4, ragged(6, 7, 4), (PIECEWISE, 24, Reason.RAGGED), False),
         # Decodes of the length that other graphs have: nothing says that those may be padded to this one.
         (FullGraphs.UNIFORM, 4, decodes(3, 2), (PIECEWISE, 6, Reason.RAGGED), False),
         (FullGraphs.UNIFORM, 4, ragged(3, 5, 2), (PIECEWISE, 6, Reason.RAGGED), False),
@@ -592,6 +592,7 @@ def test_steps(step):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @settings(max_examples=100_000)
 @given(steps())
 def test_many_steps(step):
@@ -647,6 +648,58 @@ def test_interned():
 
     # How many of the requests decode changes nothing.
     assert len({id(dispatcher.dispatch(batch)) for batch in batches}) == 5
+
+
+def test_kept_plans_are_not_mixed_up():
+    """
+    Batches that differ in anything are told apart, in whatever modes are allowed, before a vote and after it.
+    """
+
+    def build():
+        return Dispatcher(CapturePlan((4, 8), (6, 16), (0, 1)), query_len=4, max_num_seqs=2)
+
+    batches = [
+        Batch(kind, num_reqs, num_tokens, 1, query_len, num_loras, can_pad)
+        for kind in (UNIFORM, RAGGED, MIXED, PREFILL)
+        for num_reqs, num_tokens in ((1, 3), (2, 3), (2, 5))
+        for query_len in (2, 4)
+        for num_loras in (0, 1)
+        for can_pad in (False, True)
+    ]
+    dispatcher = build()
+    for batch in batches:
+        for allowed in (None, {FULL}, {PIECEWISE}, set()):
+            assert build().dispatch(batch, allowed) == dispatcher.dispatch(batch, allowed)
+        for agreed in (Vote(FULL, 8, 8), Vote(PIECEWISE, 8, 8), Vote(PIECEWISE, 5, 8, 1), Vote(NONE, 8, 8)):
+            own = dispatcher.dispatch(batch)
+            assert build().settle(batch, own, agreed) == dispatcher.settle(batch, own, agreed)
+
+
+def test_bounded_memory(monkeypatch):
+    """
+    However many different batches come, only so many plans are kept; the others are made anew, and equal.
+    """
+    monkeypatch.setattr("aclgraph_dispatch.dispatcher.MAX_INTERNED", 2)
+    dispatcher = Dispatcher(CapturePlan((2,), (8,)), max_num_seqs=4)
+    kept, too_many = [Batch(MIXED, 2, n, 1) for n in (3, 4)], Batch(MIXED, 2, 5, 1)
+    for batch in kept:
+        assert dispatcher.dispatch(batch) is dispatcher.dispatch(batch)
+    own = dispatcher.dispatch(too_many)
+
+    assert own is not dispatcher.dispatch(too_many)
+    assert own == dispatcher.dispatch(too_many)
+    assert dispatcher.settle(too_many, own, Vote(NONE, 9, 9)) == dispatcher.settle(too_many, own, Vote(NONE, 9, 9))
+
+
+def test_oversized_steps_are_not_kept():
+    """
+    Steps beyond the largest size are many and differ, so they do not take the place of others.
+    """
+    dispatcher = Dispatcher(CapturePlan((2,), (8,)), max_num_seqs=4)
+    batch = Batch(PREFILL, 1, 9, 0)
+
+    assert dispatcher.dispatch(batch) is not dispatcher.dispatch(batch)
+    assert dispatcher.dispatch(batch) == dispatcher.dispatch(batch)
 
 
 def peak_bytes(dispatcher, num_reqs, last):
@@ -736,6 +789,17 @@ def test_sizes_no_batch_fills(sizes, query_len, message):
 
     assert message == str(excinfo.value)
     assert isinstance(excinfo.value, DispatchError)
+
+
+@pytest.mark.parametrize(("query_len", "max_num_seqs"), [(0, 4), (4, 0), (-1, 4)])
+def test_numbers_below_one(query_len, max_num_seqs):
+    """
+    A decode has a token, and a batch a request.
+    """
+    with pytest.raises(ConfigError) as excinfo:
+        Dispatcher(CapturePlan(), query_len=query_len, max_num_seqs=max_num_seqs)
+
+    assert f"'query_len' and 'max_num_seqs' must be >= 1: {query_len}, {max_num_seqs}" == str(excinfo.value)
 
 
 def test_piecewise_sizes_are_free():

@@ -221,8 +221,8 @@ SCENARIOS = [
     ),
     ("7: too long, but lengths vary", NODE | VARIABLE | {"max_model_len": 105}, TRANSFERRED, "FULL-32 padded"),
     # No graph has more tokens than a step: what cannot be padded within the budget has no graph to be padded to.
-    ("7: budget of 30", NODE_OF_30, TRANSFERRED, "PIECEWISE-30 over_max"),
-    ("7: budget of 30, no PIECEWISE", NODE_OF_30 | DECODE_ONLY, TRANSFERRED, "NONE-29 over_max"),
+    ("7: budget of 30", NODE_OF_30, TRANSFERRED, "PIECEWISE-30 ragged"),
+    ("7: budget of 30, no PIECEWISE", NODE_OF_30 | DECODE_ONLY, TRANSFERRED, "NONE-29 ragged"),
     ("7: prompt left", NODE, [*[decode(3)] * 7, prompt(65, computed=64)], "PIECEWISE-32 mixed"),
     (
         "7: prompt left, variable lengths",

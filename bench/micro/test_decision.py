@@ -2,9 +2,9 @@
 
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import pytest
-from pytest_benchmark.fixture import BenchmarkFixture
 
 from .conftest import RATIOS
 from .decisions import Decide, Step
@@ -60,7 +60,7 @@ def seconds(decide: Decide) -> float:
         for kind, step in steps(num_reqs).items()
     ],
 )
-def test_costs_no_more(benchmark: BenchmarkFixture, pytestconfig: pytest.Config, kind: str, step: Step) -> None:
+def test_costs_no_more(benchmark: Any, pytestconfig: pytest.Config, kind: str, step: Step) -> None:
     """
     The median ratio of rounds taken in pairs, one of vLLM's decision and then one of ours, is within its limit.
     """

@@ -104,10 +104,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"pipeline_parallel_size": 2},
         f"aclgraph-dispatch: not supported with graphs: pipeline parallelism; use size 1, {OFF}",
     ),
-    "data parallelism": (
+    "expert parallelism": (
         {},
-        {"data_parallel_size": 2},
-        f"aclgraph-dispatch: not supported with graphs: data parallelism; use size 1, {OFF}",
+        {"model": "mla", "enable_expert_parallel": True, "tensor_parallel_size": 2},
+        "aclgraph-dispatch: not supported with graphs: expert parallelism; drop enable_expert_parallel: each "
+        "expert is then split over the ranks",
     ),
     "vLLM's worker": (
         {},
@@ -127,6 +128,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 ACCEPTED: dict[str, tuple[Any, dict[str, Any], list[Any]]] = {
     "nothing": ({}, {}, ["FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 24, 32]]),
+    "ranks": (
+        {},
+        {"tensor_parallel_size": 2, "data_parallel_size": 2},
+        ["FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 24, 32]],
+    ),
     "policy with its mode": (
         {"policy": "piecewise"},
         {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
@@ -191,11 +197,11 @@ print("\\n" + json.dumps(answers))
 """
 
 
-def engine(config: Any, **options: Any) -> dict[str, Any]:
+def engine(config: Any, model: str = "gqa", **options: Any) -> dict[str, Any]:
     """
     What vLLM is told besides our *config*.
     """
-    return {"model": str(cached_checkpoint("gqa")), **ENGINE, "additional_config": {KEY: config}, **options}
+    return {"model": str(cached_checkpoint(model)), **ENGINE, "additional_config": {KEY: config}, **options}
 
 
 @cache

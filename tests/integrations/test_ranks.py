@@ -95,7 +95,8 @@ def _engines(request: pytest.FixtureRequest) -> None:
     """
     Start in the background what the selected tests will ask for.
     """
-    if len([item for item in request.session.items if item.module is request.module]) > 1:
+    selected = [i for i in request.session.items if i.path == request.path and i.get_closest_marker("engine")]
+    if sum(i.get_closest_marker("slow") is None for i in selected) > 1:
         for emulate in (False, True):
             tensor_parallel("gqa", TORCH, emulate=emulate)
         for model in ("gqa", "mla"):

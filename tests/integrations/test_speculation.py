@@ -1,0 +1,247 @@
+"""Speculative decoding on the emulated NPU, compared with stock vLLM under the same speculation."""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+
+from aclgraph_dispatch.bench.live import EngineFailedError, EngineRun
+from aclgraph_dispatch.errors import ConfigError
+from aclgraph_dispatch.integrations.compat import refuse_unsupported
+from aclgraph_dispatch.integrations.drafter import METHODS, role_of
+
+from ..engines import CHECK, EXPLORE, start, started
+
+pytestmark = pytest.mark.engine
+
+NUM_DRAFTS = {"gqa-ngram-1": 1, "gqa-ngram-3": 3, "gqa-drafter": 3, "gqa-poor-drafter": 3, "gqa-lora-ngram": 3}
+DISPATCHED = [
+    *[(variant, "full_and_piecewise") for variant in NUM_DRAFTS],
+    ("gqa-poor-drafter", "full_decode_only"),
+    ("gqa-sampled", "full_and_piecewise"),
+    ("mla-ngram-1", "piecewise"),
+]
+COMPARED = ("tokens", "texts", "samples", "logprobs", "prompt_logprobs")
+
+CLOBBERED = """
+from aclgraph_dispatch.integrations import model_runner
+model_runner.tree_map_only = lambda kind, function, tree: tree
+"""
+PADS_LEFT = """
+from aclgraph_dispatch.integrations.draft_padding import DraftPadding
+{}
+"""
+FAULTS = {
+    "pads that write": "lay_out = DraftPadding.lay_out_tokens\n"
+    "DraftPadding.lay_out_tokens = lambda self, buffer, *, dim=0, pad=None: lay_out(self, buffer, dim=dim)",
+    "lengths without pads": "DraftPadding.lay_out_lengths = lambda self, lengths: self._save(lengths)",
+    "starts not uniform": "DraftPadding.lay_out_starts = lambda self, starts: None",
+    "nothing restored": "DraftPadding.restore = lambda self: self._saved.clear()",
+    "nothing gathered": "DraftPadding.gather = lambda self, output: output",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines(request: pytest.FixtureRequest) -> None:
+    """
+    Start in the background what the selected tests will ask for.
+    """
+    if len(request.session.items) > 1:
+        for variant, policy in DISPATCHED:
+            started(variant, None)
+            started(variant, policy)
+
+
+def routes(run: EngineRun, mode: str) -> dict[str, int]:
+    """
+    Steps in *mode* by reason.
+    """
+    return {route["reason"]: route["steps"] for route in run.report["routes"] if route["mode"] == mode}
+
+
+def speculation(run: EngineRun) -> dict[str, float]:
+    """
+    What vLLM counts of drafts.
+    """
+    return {name: value for name, value in run.metrics.items() if "spec_decode" in name}
+
+
+def decodes(run: EngineRun, query_len: int) -> Iterable[tuple[str, bool]]:
+    """
+    Of every step that was no prefill: its mode, and whether all its requests had *query_len* tokens.
+    """
+    for step in run.report["decisions"]:
+        if step["reason"] not in ("MIXED", "PREFILL"):
+            yield step["mode"], step["tokens"] == step["requests"] * query_len
+
+
+@pytest.mark.parametrize(("variant", "policy"), DISPATCHED)
+def test_outputs_are_those_of_stock(variant: str, policy: str) -> None:
+    """
+    Tokens, log probabilities (bit for bit), outputs by a grammar and all outputs of a request are stock's.
+    """
+    stock = attrs.asdict(started(variant, None).result())
+    run = attrs.asdict(started(variant, policy).result())
+
+    for name in COMPARED:
+        assert stock[name] == run[name], name
+
+
+@pytest.mark.parametrize("variant", NUM_DRAFTS)
+def test_acceptance_is_that_of_stock(variant: str) -> None:
+    """
+    As many drafts are proposed and accepted, so neither the drafter nor the statistics see a pad.
+    """
+    counts = speculation(started(variant, None).result())
+
+    assert counts == speculation(started(variant, "full_and_piecewise").result())
+    assert counts["vllm:spec_decode_num_draft_tokens"] > 0
+    if variant != "gqa-poor-drafter":
+        assert counts["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("variant", NUM_DRAFTS)
+def test_decodes_go_full(variant: str) -> None:
+    """
+    Uniform drafts and ragged ones replay FULL graphs, whose sizes are whole requests without anyone having said so.
+    """
+    run = started(variant, "full_and_piecewise").result()
+    query_len = 1 + NUM_DRAFTS[variant]
+    steps = list(decodes(run, query_len))
+
+    assert ("FULL", True) in steps
+    assert ("FULL", False) in steps
+    assert all(size % query_len == 0 for size in run.report["full_sizes"])
+    assert 0 == run.report["host_synchronizations"]
+
+
+@pytest.mark.parametrize(("policy", "mode"), [("full_and_piecewise", "PIECEWISE"), ("full_decode_only", "NONE")])
+def test_ragged_drafts_that_must_stay(policy: str, mode: str) -> None:
+    """
+    Where a request would grow beyond the model's maximum length its drafts are not padded, and the reason is told.
+    """
+    run = started("gqa-poor-drafter", policy).result()
+
+    assert routes(run, mode)["RAGGED"] > 0
+    assert "RAGGED" not in routes(run, "FULL")
+
+
+@pytest.mark.parametrize("variant", ["gqa-drafter", "gqa-poor-drafter"])
+def test_drafter_has_graphs_of_its_own(variant: str) -> None:
+    """
+    A drafter replays PIECEWISE graphs, which are as many as the target's and counted apart; it has no FULL ones.
+    """
+    report = started(variant, "full_and_piecewise").result().report
+
+    assert {"PIECEWISE": report["graphs"]["PIECEWISE"]} == report["draft_graphs"]
+    assert sum(report["graphs"].values()) == sum(report["graphs_per_size"].values())
+    assert report["streams_held"] == sum(report["graphs"].values()) + sum(report["draft_graphs"].values())
+    assert report["draft_passes"]["PIECEWISE"] > 50
+
+
+def test_drafter_without_graphs() -> None:
+    """
+    Where the target has no PIECEWISE graphs the drafter, which vLLM gives no others, runs eagerly.
+    """
+    report = started("gqa-poor-drafter", "full_decode_only").result().report
+
+    assert {} == report["draft_graphs"]
+    assert {"NONE"} == set(report["draft_passes"])
+
+
+def test_single_token_backend() -> None:
+    """
+    A backend whose FULL graphs take one token a request verifies no drafts in them; a policy that wants it is told.
+    """
+    run = started("mla-ngram-1", "piecewise").result()
+
+    assert {} == routes(run, "FULL")
+    assert routes(run, "PIECEWISE")["PADDED"] > 20
+    with pytest.raises(EngineFailedError, match=r"'full_and_piecewise' cannot be run here: .* PIECEWISE"):
+        start("mla-ngram-1", "full_and_piecewise").result()
+
+
+def test_explored() -> None:
+    """
+    With the device behind the host, padded drafts and all, the tokens are those of stock.
+    """
+    run = start("gqa-ngram-3", "full_and_piecewise", EXPLORE.format(seed=0)).result()
+
+    assert started("gqa-ngram-3", None).result().tokens == run.tokens
+
+
+def test_checked() -> None:
+    """
+    The check mode finds every replay equal to its operators, the drafter's among them, and changes no token.
+    """
+    run = start("gqa-drafter", "full_and_piecewise", CHECK).result()
+
+    assert started("gqa-drafter", None).result().tokens == run.tokens
+
+
+def test_hidden_states_outlive_the_drafter() -> None:
+    """
+    Log probabilities of prompts are computed after the drafter's graphs overwrote what the target's had left.
+    """
+    run = start("gqa-drafter", "full_and_piecewise", CLOBBERED).result()
+
+    assert started("gqa-drafter", None).result().prompt_logprobs != run.prompt_logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_layout_matters(fault: str) -> None:
+    """
+    With any part of the layout left out, tokens or acceptance are others, or the engine fails.
+    """
+    stock = started("gqa-poor-drafter", None).result()
+    try:
+        run = start("gqa-poor-drafter", "full_and_piecewise", PADS_LEFT.format(FAULTS[fault])).result()
+    except EngineFailedError:
+        return
+
+    assert (stock.tokens, speculation(stock)) != (run.tokens, speculation(run))
+
+
+@pytest.mark.parametrize(
+    ("tag", "role"),
+    [("draft_model", "draft"), ("backbone", "target"), ("cross_decoder", "target"), (None, "target")],
+)
+def test_role(tag: str | None, role: str) -> None:
+    """
+    A piece belongs to the drafter if it was compiled under a drafter's tag.
+    """
+    piece: Any = SimpleNamespace(vllm_backend=SimpleNamespace(prefix=tag)) if tag else SimpleNamespace()
+
+    assert role == role_of(piece)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"method": "medusa"}, "this method of speculative decoding"),
+        ({"parallel_drafting": True}, "parallel drafting"),
+        ({"has_inner_state": True}, "speculative decoding of recurrent and hybrid models"),
+    ],
+)
+def test_refused(changes: dict[str, Any], name: str) -> None:
+    """
+    What was never run is refused.
+    """
+    fields = {"method": "draft_model", "parallel_drafting": False, "has_inner_state": False} | changes
+    model = SimpleNamespace(
+        is_encoder_decoder=False, runner_type="generate", has_inner_state=fields["has_inner_state"]
+    )
+    parallel = SimpleNamespace(
+        worker_cls="", pipeline_parallel_size=1, tensor_parallel_size=1, data_parallel_size=1, use_ubatching=False
+    )
+    config: Any = SimpleNamespace(
+        model_config=model, parallel_config=parallel, lora_config=None, use_v2_model_runner=False
+    )
+    config.speculative_config = SimpleNamespace(**fields)
+    with pytest.raises(ConfigError, match=f"not supported with graphs: {name}; "):
+        refuse_unsupported(config)
+
+    assert "draft_model" in METHODS
