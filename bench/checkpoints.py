@@ -101,24 +101,27 @@ _FORMAT = 1  # to be raised when the same architecture and seed give another che
 _FINGERPRINT_FILE = "aclgraph_dispatch.json"
 
 
-def write_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
+def write_checkpoint(name: str, directory: Path, *, seed: int = 0, num_layers: int | None = None) -> Path:
     """
     Write the model *name* into *directory*, or leave it as it is if it is there already.
+
+    With *num_layers*, only its first layers, with the weights of the whole model: such a drafter is often right.
     """
 
     def write(unfinished: Path) -> None:
         _write_model(fingerprint["architecture"], unfinished, seed)
         _write_tokenizer(unfinished)
 
-    fingerprint = _fingerprint(name, seed)
+    fingerprint = _fingerprint(name, seed, num_layers)
     return write_once(directory, fingerprint, write)
 
 
-def cached_checkpoint(name: str, *, seed: int = 0) -> Path:
+def cached_checkpoint(name: str, *, seed: int = 0, num_layers: int | None = None) -> Path:
     """
     The model *name* in the user's cache (``ACLGRAPH_DISPATCH_CACHE``), written on first use.
     """
-    return write_checkpoint(name, _cached("checkpoints", name, seed, _fingerprint(name, seed)), seed=seed)
+    directory = _cached("checkpoints", name, seed, _fingerprint(name, seed, num_layers))
+    return write_checkpoint(name, directory, seed=seed, num_layers=num_layers)
 
 
 def write_adapter(name: str, directory: Path, *, seed: int = 0) -> Path:
@@ -175,11 +178,12 @@ def write_once(directory: Path, fingerprint: dict[str, Any], write: Callable[[Pa
     return directory
 
 
-def _fingerprint(name: str, seed: int) -> dict[str, Any]:
+def _fingerprint(name: str, seed: int, num_layers: int | None = None) -> dict[str, Any]:
     if name not in MODELS:
         msg = f"model must be one of {', '.join(MODELS)}: {name!r}; choose one of them"
         raise ConfigError(msg)
-    return {"format": _FORMAT, "name": name, "seed": seed, "architecture": MODELS[name]}
+    architecture = MODELS[name] | ({} if num_layers is None else {"num_hidden_layers": num_layers})
+    return {"format": _FORMAT, "name": name, "seed": seed, "architecture": architecture}
 
 
 def _adapter_fingerprint(name: str, seed: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
+import attrs
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor as VllmBatchDescriptor
 from vllm.lora.utils import get_captured_lora_counts
@@ -85,6 +86,18 @@ def capture_plan(vllm_config: "VllmConfig", policy: str) -> CapturePlan:
     )
 
 
+def query_lens(vllm_config: "VllmConfig") -> tuple[int, ...]:
+    """
+    Tokens of a uniform decode, ascending: 1 + k, of a dynamic schedule for every k it has.
+    """
+    longest = 1 + vllm_config.num_speculative_tokens
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_dynamic_speculative_decoding():
+        return (longest,)
+    schedule = speculative.num_speculative_tokens_per_batch_size
+    return tuple(sorted({longest, *(1 + k for _, _, k in schedule)}))
+
+
 def lora_cases(vllm_config: "VllmConfig") -> tuple[int, ...]:
     """
     The numbers of active adapters that vLLM captures graphs for.
@@ -163,23 +176,34 @@ class DispatchCudagraphDispatcher(CudagraphDispatcher):
         self.role = role
         self.traits = BackendTraits()
         """Of the attention backends; to be set before the keys are initialised."""
-        self.core: Dispatcher | None = None
+        self.cores: dict[int, Dispatcher] = {}
+        """By the query length of their FULL graphs, the longest last; the same PIECEWISE graphs belong to all."""
+
+    @property
+    def core(self) -> Dispatcher | None:
+        """
+        The dispatcher of the longest query length; None before the keys are initialised.
+        """
+        return self.cores.get(max(self.cores, default=0))
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode, uniform_decode_query_len: int = 1) -> None:
         self.cudagraph_mode = cudagraph_mode
         config = DispatchConfig.load(self.vllm_config.additional_config)
         policy = policy_of(cudagraph_mode, config if self.role == "target" else DispatchConfig())
         plan = capture_plan(self.vllm_config, policy)
-        self.core = Dispatcher(
-            plan,
-            policy=policy,
-            query_len=uniform_decode_query_len,
-            max_num_seqs=self.vllm_config.scheduler_config.max_num_seqs,
-            traits=self.traits,
-            role=self.role,
-        )
-        for descriptor in plan.descriptors(query_len=uniform_decode_query_len, role=self.role):
-            self.add_cudagraph_key(VLLM_MODE[descriptor.mode], vllm_descriptor(descriptor))
+        for query_len in query_lens(self.vllm_config) if self.role == "target" else (uniform_decode_query_len,):
+            num_reqs = [size // uniform_decode_query_len for size in plan.full_sizes]
+            plan_of_length = attrs.evolve(plan, full_sizes=[n * query_len for n in num_reqs])
+            self.cores[query_len] = Dispatcher(
+                plan_of_length,
+                policy=policy,
+                query_len=query_len,
+                max_num_seqs=self.vllm_config.scheduler_config.max_num_seqs,
+                traits=self.traits,
+                role=self.role,
+            )
+            for descriptor in plan_of_length.descriptors(query_len=query_len, role=self.role):
+                self.add_cudagraph_key(VLLM_MODE[descriptor.mode], vllm_descriptor(descriptor))
         self.keys_initialized = True
 
     def dispatch(

@@ -45,7 +45,7 @@ class DraftPadding:
     The uniform layout of one step at a time; `restore` ends it. The host never waits.
 
     Args:
-        query_len: Tokens of one uniform decode, q.
+        query_len: The most tokens that one uniform decode has.
         max_num_seqs: The most requests that a graph holds.
         device: Where the buffers to lay out are.
     """
@@ -75,17 +75,22 @@ class DraftPadding:
         Args:
             lengths: Tokens of every request, shape (num_reqs,), 1 to q each and not all q.
             num_reqs_padded: Requests of the graph.
-            num_tokens_padded: Tokens of the graph: at least q for every request.
+            num_tokens_padded: Tokens of the graph: q for each of its requests.
         """
         assert not self._saved
+        self.query_len = query_len = num_tokens_padded // num_reqs_padded
         num_reqs, num_rows = len(lengths), len(lengths) * self.query_len
         ends = np.cumsum(lengths)
         num_tokens = int(ends[-1])
         sources, is_pad = self._sources.np[:num_tokens_padded], self._is_pad.np[:num_tokens_padded]
         grid = num_reqs, self.query_len
         last = (lengths - 1)[:, None]
-        np.add((ends - lengths)[:, None], np.minimum(self._offsets, last), out=sources[:num_rows].reshape(grid))
-        np.greater(self._offsets, last, out=is_pad[:num_rows].reshape(grid))
+        np.add(
+            (ends - lengths)[:, None],
+            np.minimum(self._offsets[:query_len], last),
+            out=sources[:num_rows].reshape(grid),
+        )
+        np.greater(self._offsets[:query_len], last, out=is_pad[:num_rows].reshape(grid))
         sources[num_rows:] = num_tokens
         is_pad[num_rows:] = True
         self._rows.np[:num_tokens] = np.flatnonzero(~is_pad)

@@ -28,6 +28,7 @@ from .dispatcher import (
     VLLM_MODE,
     DispatchCudagraphDispatcher,
     backend_traits,
+    query_lens,
     stateless_batch,
     vllm_descriptor,
 )
@@ -53,6 +54,8 @@ class DispatchMixin(Runner):
     Put before a V1 model runner: classifies every batch, asks our dispatcher, and captures what it plans.
     """
 
+    uniform_decode_query_len: int
+
     def install_dispatcher(self, vllm_config: "VllmConfig", backend: Backend) -> None:
         """
         Replace vLLM's dispatcher; call it after the runner's own construction.
@@ -66,15 +69,16 @@ class DispatchMixin(Runner):
         self.capture_seconds = 0.0
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self._is_serving = False
-        self._classifier = Classifier(
-            max_num_seqs=max_num_seqs,
-            query_len=self.cudagraph_dispatcher.uniform_decode_query_len,
-            max_model_len=self.max_model_len,
-        )
+        lengths = query_lens(vllm_config)
+        self._classifiers = {
+            query_len: Classifier(max_num_seqs=max_num_seqs, query_len=query_len, max_model_len=self.max_model_len)
+            for query_len in lengths
+        }
+        # Index: tokens of the longest request; the shortest query length that holds them.
+        self._query_lens = [min(q for q in lengths if q >= n) for n in range(lengths[-1] + 1)]
         # With the scheduled tokens, all drafts among them, as `_prepare_inputs` leaves it.
         self._seq_lens = self.optimistic_seq_lens_cpu.numpy()
-        query_len = self._classifier.query_len
-        self._draft_padding = DraftPadding(query_len=query_len, max_num_seqs=max_num_seqs, device=self.device)
+        self._draft_padding = DraftPadding(query_len=lengths[-1], max_num_seqs=max_num_seqs, device=self.device)
         self._drafts: DraftDispatcher | None = None
         if hasattr(getattr(self, "drafter", None), "cudagraph_dispatcher"):
             self._drafts = self.drafter.cudagraph_dispatcher = DraftDispatcher(vllm_config)
@@ -102,7 +106,8 @@ class DispatchMixin(Runner):
             ),
         )
         super()._check_and_update_cudagraph_mode(attention_backends, kv_cache_groups, *args, **kwargs)
-        self._classifier.extend_equals_decode = self.cudagraph_dispatcher.traits.extend_equals_decode
+        for classifier in self._classifiers.values():
+            classifier.extend_equals_decode = self.cudagraph_dispatcher.traits.extend_equals_decode
 
     def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._num_drafts[: self.input_batch.num_reqs] = 0
@@ -132,12 +137,13 @@ class DispatchMixin(Runner):
         is_dummy = force_uniform_decode is not None
         if is_dummy:
             # A dummy run says itself what it is: its requests have no state.
-            query_len = self._classifier.query_len
+            query_len = self.uniform_decode_query_len
             batch = stateless_batch(num_tokens, query_len, bool(force_uniform_decode), num_active_loras)
         else:
-            batch = self._classify(num_tokens, num_reqs, num_scheduled_tokens_np, num_active_loras)
+            query_len = self._query_lens[min(max_num_scheduled_tokens, self.uniform_decode_query_len)]
+            batch = self._classify(query_len, num_tokens, num_reqs, num_scheduled_tokens_np, num_active_loras)
 
-        core = self.cudagraph_dispatcher.core or _EAGER
+        core = self.cudagraph_dispatcher.cores.get(query_len, _EAGER)
         step_plan = core.dispatch(batch, frozenset() if force_eager else None)
         num_tokens_across_ranks = None
         if self.parallel_config.data_parallel_size > 1:
@@ -164,9 +170,11 @@ class DispatchMixin(Runner):
         # Never in micro-batches: they are refused at start-up.
         return VLLM_MODE[part.mode], vllm_descriptor(part.descriptor), False, num_tokens_across_ranks, statistics
 
-    def _classify(self, num_tokens: int, num_reqs: int, num_scheduled: np.ndarray, num_active_loras: int) -> Batch:
+    def _classify(
+        self, query_len: int, num_tokens: int, num_reqs: int, num_scheduled: np.ndarray, num_active_loras: int
+    ) -> Batch:
         requests = self.input_batch
-        return self._classifier.classify(
+        return self._classifiers[query_len].classify(
             num_scheduled,
             self._seq_lens[:num_reqs],
             requests.num_tokens_no_spec[:num_reqs],
@@ -249,6 +257,7 @@ class DispatchMixin(Runner):
         dispatcher = self.cudagraph_dispatcher.core
         assert dispatcher is not None
         start = time.perf_counter()
+        longest = self.uniform_decode_query_len
         set_cudagraph_capturing_enabled(True)
         try:
             with self._freeze_gc():
@@ -259,10 +268,14 @@ class DispatchMixin(Runner):
                         disable=not (is_global_first_rank() and self.load_config.use_tqdm_on_load),
                     )
                     for descriptor in progress:
+                        if descriptor.uniform:
+                            # Dummy requests have as many tokens as this says.
+                            self.uniform_decode_query_len = descriptor.num_tokens // descriptor.num_reqs
                         self._warmup_and_capture(descriptor, cudagraph_runtime_mode=mode)
                     # The captures leave their dummy adapters to one another.
                     self.maybe_remove_all_loras(self.lora_config)
         finally:
+            self.uniform_decode_query_len = longest
             # From here on a capture is a mistake, and vLLM raises for it.
             set_cudagraph_capturing_enabled(False)
         lock_workspace()
@@ -294,6 +307,7 @@ class DispatchMixin(Runner):
             "full_sizes": list(plan.full_sizes),
             "piecewise_sizes": list(plan.piecewise_sizes),
             "lora_cases": list(plan.lora_cases),
+            "query_lens": list(self.cudagraph_dispatcher.cores),
             "graphs": {mode.name: n for mode, n in self.graphs.num_graphs_by_mode().items()},
             "draft_graphs": {mode.name: n for mode, n in self.graphs.num_graphs_by_mode(ROLE).items()},
             "draft_passes": dict(self._drafts.passes) if self._drafts else {},

@@ -79,7 +79,7 @@ class EmulatedNpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         from .compat import refuse_unsupported
-        from .dispatcher import capture_plan, policy_of
+        from .dispatcher import MODE_OF_POLICY, capture_plan, policy_of, query_lens
         from .drafter import is_drafters
 
         compilation = vllm_config.compilation_config
@@ -94,6 +94,9 @@ class EmulatedNpuPlatform(CpuPlatform):
             return
         refuse_unsupported(vllm_config)
         config = DispatchConfig.load(vllm_config.additional_config)
+        if config.policy and len(query_lens(vllm_config)) > 1:
+            # vLLM takes FULL graphs away, for its have one number of drafts; of ours there are some for each.
+            compilation.cudagraph_mode = MODE_OF_POLICY[config.policy]
         plan = capture_plan(vllm_config, policy_of(compilation.cudagraph_mode, config))
         sizes = sorted({*plan.full_sizes, *plan.piecewise_sizes})
         compilation.cudagraph_capture_sizes = sizes

@@ -37,12 +37,12 @@ def ngram(num_drafts: int) -> dict[str, Any]:
     }
 
 
-def drafter(*, seed: int) -> dict[str, Any]:
+def drafter(num_drafts: int) -> dict[str, Any]:
     """
-    Speculation by a model, three drafts at a time.
+    Speculation by the first of the target's layers; every fifth draft or so is accepted.
     """
-    model = str(cached_checkpoint("gqa", seed=seed))
-    return {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
+    model = str(cached_checkpoint("gqa", num_layers=3))
+    return {"method": "draft_model", "model": model, "num_speculative_tokens": num_drafts}
 
 
 def churn() -> list[EngineRequest]:
@@ -136,6 +136,17 @@ def repetitive() -> list[EngineRequest]:
     return [*covering, *short, longest]
 
 
+def adapted() -> list[EngineRequest]:
+    """
+    Repetitive requests of the base model and of two adapters together.
+    """
+    adapters = (None, *(str(cached_adapter("gqa", seed=seed)) for seed in range(2)))
+    return [
+        attrs.evolve(request, arrival_step=i, sampling={}, lora=adapters[i % 3])
+        for i, request in enumerate(repetitive()[3:15])
+    ]
+
+
 def sampled() -> list[EngineRequest]:
     """
     Requests with several outputs each, drawn by a seed of their own, with log probabilities and by a grammar.
@@ -156,6 +167,7 @@ def sampled() -> list[EngineRequest]:
 LOADS = {
     "repetitive": repetitive,
     "sampled": sampled,
+    "adapted": adapted,
     "churn": churn,
     "shared_prefixes": shared_prefixes,
     "long_answers": long_answers,
@@ -191,11 +203,18 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     # Stock vLLM cannot seed the sampling of a prompt that comes in chunks on the CPU.
     "gqa-sampled": ("gqa", "sampled", {**_GQA, "max_num_batched_tokens": 256}),
     **{f"gqa-ngram-{k}": ("gqa", "repetitive", {**_SPECULATION, "speculative_config": ngram(k)}) for k in (1, 3)},
+    "gqa-ngram-dynamic": (
+        "gqa",
+        "repetitive",
+        {
+            **_SPECULATION,
+            "speculative_config": ngram(3)
+            | {"num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 1], [9, MAX_NUM_SEQS, 0]]},
+        },
+    ),
     "mla-ngram-1": ("mla", "repetitive", {"max_model_len": SPECULATIVE_MODEL_LEN, "speculative_config": ngram(1)}),
-    # The target's own checkpoint, whose drafts are accepted, and one whose are not.
-    "gqa-drafter": ("gqa", "repetitive", {**_SPECULATION, "speculative_config": drafter(seed=0)}),
-    "gqa-poor-drafter": ("gqa", "repetitive", {**_SPECULATION, "speculative_config": drafter(seed=1)}),
-    "gqa-lora-ngram": ("gqa", "adapters", {**_LORA, "max_loras": 4, "speculative_config": ngram(3)}),
+    "gqa-drafter": ("gqa", "repetitive", {**_SPECULATION, "speculative_config": drafter(3)}),
+    "gqa-lora-ngram": ("gqa", "adapted", {**_LORA, "max_loras": 4, "speculative_config": ngram(3)}),
 }
 """Name: model, load, and what the engine is told besides."""
 

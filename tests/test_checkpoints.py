@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from aclgraph_dispatch.bench.checkpoints import (
@@ -36,6 +37,17 @@ def test_same_seed_gives_the_same_bytes(name, tmp_path):
     assert first == second
     assert first["model.safetensors"] != other["model.safetensors"]
     assert first["config.json"] == other["config.json"]
+
+
+def test_first_layers_are_the_whole_models(tmp_path):
+    """
+    A checkpoint of fewer layers has the weights of the whole model, and its own place in the cache.
+    """
+    whole = load_file(write_checkpoint("gqa", tmp_path / "whole") / "model.safetensors")
+    first = load_file(write_checkpoint("gqa", tmp_path / "first", num_layers=3) / "model.safetensors")
+
+    assert {name for name in whole if "layers.3." not in name} == first.keys()
+    assert all(torch.equal(whole[name], weight) for name, weight in first.items())
 
 
 def test_special_tokens_come_first_and_the_vocabulary_is_the_models():

@@ -427,7 +427,7 @@ def test_settle(agreed, expected):
 
 @pytest.mark.parametrize(
     ("agreed", "mode", "num_padded_tokens"),
-    [(Vote(FULL, 5, 8), FULL, 8), (Vote(PIECEWISE, 9, 9), PIECEWISE, 16), (Vote(NONE, 900, 900), NONE, 4)],
+    [(Vote(FULL, 2, 8), FULL, 8), (Vote(PIECEWISE, 9, 9), PIECEWISE, 16), (Vote(NONE, 900, 900), NONE, 4)],
 )
 def test_idle_rank_is_all_padding(agreed, mode, num_padded_tokens):
     """

@@ -383,6 +383,15 @@ RANKS = [
         },
     ),
     (
+        "9: no drafts at all on one rank",
+        NODE,
+        {
+            "8 x 1": ([decode()] * 8, None, "FULL-32 padded, pads drafts"),
+            "idle": (IDLE, None, "FULL-32 rank_vote"),
+            "3 x 4": ([decode(3)] * 3, None, "FULL-32 rank_vote"),
+        },
+    ),
+    (
         "9: one rank cannot pad",
         NODE | {"max_model_len": 120},
         {

@@ -112,6 +112,7 @@ def _dispatcher(cls: type[CudagraphDispatcher], num_drafts: int, num_adapters: i
         compilation_config=compilation,
         scheduler_config=SimpleNamespace(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=8192),
         num_speculative_tokens=num_drafts,
+        speculative_config=None,
         lora_config=SimpleNamespace(max_loras=4, specialize_active_lora=True) if num_adapters else None,
         additional_config=None,
     )

@@ -78,6 +78,7 @@ class Engine:
             compilation_config=compilation,
             scheduler_config=SimpleNamespace(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=64),
             num_speculative_tokens=self.k,
+            speculative_config=None,
             lora_config=lora_config,
             additional_config={"aclgraph_dispatch": ours},
         )

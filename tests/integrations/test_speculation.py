@@ -8,30 +8,26 @@ import attrs
 import pytest
 
 from aclgraph_dispatch.bench.live import EngineFailedError, EngineRun
-from aclgraph_dispatch.errors import ConfigError
-from aclgraph_dispatch.integrations.compat import refuse_unsupported
-from aclgraph_dispatch.integrations.drafter import METHODS, role_of
+from aclgraph_dispatch.integrations.compat import UNSUPPORTED
+from aclgraph_dispatch.integrations.drafter import role_of
 
 from ..engines import CHECK, EXPLORE, start, started
 
 pytestmark = pytest.mark.engine
 
-NUM_DRAFTS = {"gqa-ngram-1": 1, "gqa-ngram-3": 3, "gqa-drafter": 3, "gqa-poor-drafter": 3, "gqa-lora-ngram": 3}
+NUM_DRAFTS = {"gqa-ngram-1": 1, "gqa-ngram-3": 3, "gqa-drafter": 3, "gqa-lora-ngram": 3}
 DISPATCHED = [
     *[(variant, "full_and_piecewise") for variant in NUM_DRAFTS],
-    ("gqa-poor-drafter", "full_decode_only"),
+    ("gqa-drafter", "full_decode_only"),
     ("gqa-sampled", "full_and_piecewise"),
+    ("gqa-ngram-dynamic", "full_and_piecewise"),
     ("mla-ngram-1", "piecewise"),
 ]
 COMPARED = ("tokens", "texts", "samples", "logprobs", "prompt_logprobs")
 
-CLOBBERED = """
+IMPORTS = """
 from aclgraph_dispatch.integrations import model_runner
-model_runner.tree_map_only = lambda kind, function, tree: tree
-"""
-PADS_LEFT = """
 from aclgraph_dispatch.integrations.draft_padding import DraftPadding
-{}
 """
 FAULTS = {
     "pads that write": "lay_out = DraftPadding.lay_out_tokens\n"
@@ -39,6 +35,7 @@ FAULTS = {
     "lengths without pads": "DraftPadding.lay_out_lengths = lambda self, lengths: self._save(lengths)",
     "starts not uniform": "DraftPadding.lay_out_starts = lambda self, starts: None",
     "nothing restored": "DraftPadding.restore = lambda self: self._saved.clear()",
+    "hidden states that the drafter overwrites": "model_runner.tree_map_only = lambda kind, function, tree: tree",
     "nothing gathered": "DraftPadding.gather = lambda self, output: output",
 }
 
@@ -97,15 +94,13 @@ def test_acceptance_is_that_of_stock(variant: str) -> None:
     counts = speculation(started(variant, None).result())
 
     assert counts == speculation(started(variant, "full_and_piecewise").result())
-    assert counts["vllm:spec_decode_num_draft_tokens"] > 0
-    if variant != "gqa-poor-drafter":
-        assert counts["vllm:spec_decode_num_accepted_tokens"] > 0
+    assert 0 < counts["vllm:spec_decode_num_accepted_tokens"] < counts["vllm:spec_decode_num_draft_tokens"]
 
 
 @pytest.mark.parametrize("variant", NUM_DRAFTS)
 def test_decodes_go_full(variant: str) -> None:
     """
-    Uniform drafts and ragged ones replay FULL graphs, whose sizes are whole requests without anyone having said so.
+    Uniform drafts and ragged ones replay FULL graphs; that their sizes are whole requests nobody had to say.
     """
     run = started(variant, "full_and_piecewise").result()
     query_len = 1 + NUM_DRAFTS[variant]
@@ -122,20 +117,21 @@ def test_ragged_drafts_that_must_stay(policy: str, mode: str) -> None:
     """
     Where a request would grow beyond the model's maximum length its drafts are not padded, and the reason is told.
     """
-    run = started("gqa-poor-drafter", policy).result()
+    run = started("gqa-drafter", policy).result()
 
     assert routes(run, mode)["RAGGED"] > 0
     assert "RAGGED" not in routes(run, "FULL")
 
 
-@pytest.mark.parametrize("variant", ["gqa-drafter", "gqa-poor-drafter"])
-def test_drafter_has_graphs_of_its_own(variant: str) -> None:
+def test_drafter_has_graphs_of_its_own() -> None:
     """
-    A drafter replays PIECEWISE graphs, which are as many as the target's and counted apart; it has no FULL ones.
+    A drafter replays PIECEWISE graphs, one a size and piece (layers + 1) and counted apart; it has no FULL ones.
     """
-    report = started(variant, "full_and_piecewise").result().report
+    report = started("gqa-drafter", "full_and_piecewise").result().report
+    num_sizes = len(report["piecewise_sizes"])
 
-    assert {"PIECEWISE": report["graphs"]["PIECEWISE"]} == report["draft_graphs"]
+    assert {"PIECEWISE": 4 * num_sizes} == report["draft_graphs"]
+    assert {"PIECEWISE": 5 * num_sizes, "FULL": len(report["full_sizes"])} == report["graphs"]
     assert sum(report["graphs"].values()) == sum(report["graphs_per_size"].values())
     assert report["streams_held"] == sum(report["graphs"].values()) + sum(report["draft_graphs"].values())
     assert report["draft_passes"]["PIECEWISE"] > 50
@@ -145,7 +141,7 @@ def test_drafter_without_graphs() -> None:
     """
     Where the target has no PIECEWISE graphs the drafter, which vLLM gives no others, runs eagerly.
     """
-    report = started("gqa-poor-drafter", "full_decode_only").result().report
+    report = started("gqa-drafter", "full_decode_only").result().report
 
     assert {} == report["draft_graphs"]
     assert {"NONE"} == set(report["draft_passes"])
@@ -153,16 +149,24 @@ def test_drafter_without_graphs() -> None:
 
 def test_single_token_backend() -> None:
     """
-    A backend whose FULL graphs take one token a request verifies no drafts in them; a policy that wants it is told.
+    A backend whose FULL graphs take one token a request verifies no drafts in them.
     """
     run = started("mla-ngram-1", "piecewise").result()
 
     assert {} == routes(run, "FULL")
     assert routes(run, "PIECEWISE")["PADDED"] > 20
+
+
+@pytest.mark.slow
+def test_single_token_backend_and_full_graphs() -> None:
+    """
+    A policy that wants more of such a backend than it can do is refused.
+    """
     with pytest.raises(EngineFailedError, match=r"'full_and_piecewise' cannot be run here: .* PIECEWISE"):
         start("mla-ngram-1", "full_and_piecewise").result()
 
 
+@pytest.mark.slow
 def test_explored() -> None:
     """
     With the device behind the host, padded drafts and all, the tokens are those of stock.
@@ -172,6 +176,7 @@ def test_explored() -> None:
     assert started("gqa-ngram-3", None).result().tokens == run.tokens
 
 
+@pytest.mark.slow
 def test_checked() -> None:
     """
     The check mode finds every replay equal to its operators, the drafter's among them, and changes no token.
@@ -181,28 +186,20 @@ def test_checked() -> None:
     assert started("gqa-drafter", None).result().tokens == run.tokens
 
 
-def test_hidden_states_outlive_the_drafter() -> None:
-    """
-    Log probabilities of prompts are computed after the drafter's graphs overwrote what the target's had left.
-    """
-    run = start("gqa-drafter", "full_and_piecewise", CLOBBERED).result()
-
-    assert started("gqa-drafter", None).result().prompt_logprobs != run.prompt_logprobs
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_layout_matters(fault: str) -> None:
+def test_every_part_matters(fault: str) -> None:
     """
-    With any part of the layout left out, tokens or acceptance are others, or the engine fails.
+    With any part left out, outputs or acceptance are others, or the engine fails: the comparison can fail.
     """
-    stock = started("gqa-poor-drafter", None).result()
+    stock = started("gqa-drafter", None).result()
     try:
-        run = start("gqa-poor-drafter", "full_and_piecewise", PADS_LEFT.format(FAULTS[fault])).result()
+        run = start("gqa-drafter", "full_and_piecewise", IMPORTS + FAULTS[fault]).result()
     except EngineFailedError:
         return
 
-    assert (stock.tokens, speculation(stock)) != (run.tokens, speculation(run))
+    outputs = stock.tokens, stock.logprobs, stock.prompt_logprobs, speculation(stock)
+    assert outputs != (run.tokens, run.logprobs, run.prompt_logprobs, speculation(run))
 
 
 @pytest.mark.parametrize(
@@ -218,30 +215,42 @@ def test_role(tag: str | None, role: str) -> None:
     assert role == role_of(piece)
 
 
+SPECULATION = {"method": "draft_model", "parallel_drafting": False, "has_inner_state": False}
+
+
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("changes", "refused"),
     [
-        ({"method": "medusa"}, "this method of speculative decoding"),
-        ({"parallel_drafting": True}, "parallel drafting"),
-        ({"has_inner_state": True}, "speculative decoding of recurrent and hybrid models"),
+        ({}, set()),
+        ({"method": "ngram"}, set()),
+        ({"method": "medusa"}, {"this method of speculative decoding"}),
+        ({"parallel_drafting": True}, {"parallel drafting"}),
+        ({"has_inner_state": True}, {"speculative decoding of recurrent and hybrid models"}),
     ],
 )
-def test_refused(changes: dict[str, Any], name: str) -> None:
+def test_refused(changes: dict[str, Any], refused: set[str]) -> None:
     """
-    What was never run is refused.
+    Of speculation, what was never run is refused.
     """
-    fields = {"method": "draft_model", "parallel_drafting": False, "has_inner_state": False} | changes
-    model = SimpleNamespace(
-        is_encoder_decoder=False, runner_type="generate", has_inner_state=fields["has_inner_state"]
-    )
-    parallel = SimpleNamespace(
-        worker_cls="", pipeline_parallel_size=1, tensor_parallel_size=1, data_parallel_size=1, use_ubatching=False
-    )
-    config: Any = SimpleNamespace(
-        model_config=model, parallel_config=parallel, lora_config=None, use_v2_model_runner=False
-    )
-    config.speculative_config = SimpleNamespace(**fields)
-    with pytest.raises(ConfigError, match=f"not supported with graphs: {name}; "):
-        refuse_unsupported(config)
+    fields = SimpleNamespace(**SPECULATION | changes)
+    config: Any = SimpleNamespace(speculative_config=fields, model_config=fields)
+    rows = [row for row in UNSUPPORTED if "specul" in row.name or "draft" in row.name]
 
-    assert "draft_model" in METHODS
+    assert refused == {row.name for row in rows if row.is_used(config)}
+
+
+def test_dynamic_speculation() -> None:
+    """
+    Where vLLM chooses the number of drafts by the number of requests, there are FULL graphs for each; vLLM itself
+    would give them up.
+    """
+    run = started("gqa-ngram-dynamic", "full_and_piecewise").result()
+    lengths = {
+        step["padded"] // step["requests"]
+        for step in run.report["decisions"]
+        if (step["mode"], step["reason"]) == ("FULL", "EXACT")
+    }
+
+    assert [1, 2, 4] == run.report["query_lens"] == sorted(lengths)
+    assert 3 * len(run.report["full_sizes"]) == run.report["graphs"]["FULL"]
+    assert started("gqa-ngram-dynamic", None).result().tokens == run.tokens
