@@ -30,14 +30,20 @@ from aclgraph_dispatch.integrations import model_runner
 from aclgraph_dispatch.integrations.draft_padding import DraftPadding
 """
 FAULTS = {
-    "pads that write": "lay_out = DraftPadding.lay_out_tokens\n"
-    "DraftPadding.lay_out_tokens = lambda self, buffer, *, dim=0, pad=None: lay_out(self, buffer, dim=dim)",
-    "lengths without pads": "DraftPadding.lay_out_lengths = lambda self, lengths: self._save(lengths)",
-    "starts not uniform": "DraftPadding.lay_out_starts = lambda self, starts: None",
-    "nothing restored": "DraftPadding.restore = lambda self: self._saved.clear()",
-    "hidden states that the drafter overwrites": "model_runner.tree_map_only = lambda kind, function, tree: tree",
-    "nothing gathered": "DraftPadding.gather = lambda self, output: output",
+    "pads that write": (
+        "gqa-ngram-3",
+        "lay_out = DraftPadding.lay_out_tokens\n"
+        "DraftPadding.lay_out_tokens = lambda self, buffer, *, dim=0, pad=None: lay_out(self, buffer, dim=dim)",
+    ),
+    "lengths without pads": ("gqa-ngram-3", "DraftPadding.lay_out_lengths = lambda self, lengths: None"),
+    "starts not uniform": ("gqa-ngram-3", "DraftPadding.lay_out_starts = lambda self, starts: None"),
+    "nothing gathered": ("gqa-ngram-3", "DraftPadding.gather = lambda self, output: output"),
+    "hidden states that the drafter overwrites": (
+        "gqa-drafter",
+        "model_runner.tree_map_only = lambda kind, function, tree: tree",
+    ),
 }
+"""Name: variant, and statements that bring it about."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -192,9 +198,10 @@ def test_every_part_matters(fault: str) -> None:
     """
     With any part left out, outputs or acceptance are others, or the engine fails: the comparison can fail.
     """
-    stock = started("gqa-drafter", None).result()
+    variant, statements = FAULTS[fault]
+    stock = started(variant, None).result()
     try:
-        run = start("gqa-drafter", "full_and_piecewise", IMPORTS + FAULTS[fault]).result()
+        run = start(variant, "full_and_piecewise", IMPORTS + statements).result()
     except EngineFailedError:
         return
 
