@@ -15,6 +15,9 @@ would do alone (a `Vote`), every rank gets all votes, and each merges them into 
     num_passes           maximum        one rank that wants to split is enough,
     max_passes           minimum        and one that cannot is enough to prevent it
 
+That a minimum can be run by all takes for granted that whoever can run FULL can run PIECEWISE where the plan has
+it, and anybody can run eagerly: a rank restricts a step to eager or not at all.
+
 Each of these is commutative, associative and idempotent, so the merge is: neither the order of the ranks nor a
 vote that arrives twice changes it. `Vote.idle` is its neutral element: a rank without requests goes along with
 whatever the others do, in as many passes. There is no abstention: a rank that does not vote is a rank that will

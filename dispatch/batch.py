@@ -14,8 +14,9 @@ preemption can all have the length of a decode. So classification reads, per req
     num_drafts      draft tokens to be verified this step
     num_prompt      tokens of the prompt
 
-    decode  <=>  num_scheduled - num_drafts == 1  and  num_computed + 1 == num_known  and  num_known > num_prompt
+    decode  <=>  num_scheduled - num_drafts == 1  and  num_computed + 1 >= num_known  and  num_known > num_prompt
 
+More than known has been computed only under async scheduling: drafts that the host has not heard of yet.
 The last condition keeps the last token of a prompt from being a decode. To attention without a state besides the
 KV cache the two are the same (`BackendTraits.extend_equals_decode`): there, and where the prompt's length is not
 given, one computed token is all that is asked for, so that only a prompt of one token is a prefill by its state.

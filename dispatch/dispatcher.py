@@ -17,8 +17,7 @@ graph it takes the room of as many uniform decodes, elsewhere the room of its to
 it first occurs.
 
 Most steps are uniform decodes: their plans are made at construction, and are two list indices away. Others are
-kept as they occur, up to the largest size: a step above it runs eagerly, which takes a thousand times longer than
-to make its plan.
+kept as they occur, in bounded number.
 
 The reason is the last obstacle met on the way from the best mode to the one used (see `Reason`); the walk is
 `_decide`. A cost model does not change what is possible: among the possible modes, and eager, it takes the one it
@@ -322,7 +321,8 @@ class Dispatcher:
         return StepPlan((Part(mode, descriptor, requests, tokens, reason, pads_drafts, seconds),))
 
     def _intern(self, key: tuple[object, ...], batch: Batch, step_plan: StepPlan) -> None:
-        if batch.num_tokens < self._over_max and len(self._plans) < MAX_INTERNED:
+        # Of batches above the largest size there is no end; they must not take the room of the others.
+        if len(self._plans) < (MAX_INTERNED if batch.num_tokens < self._over_max else MAX_INTERNED // 2):
             self._plans[key] = step_plan
 
     def _descriptor(self, mode: RuntimeMode, size: int, lora_case: int) -> BatchDescriptor:

@@ -37,7 +37,7 @@ class Reason(enum.Enum):
     EXACT = "exact"
     """The graph has exactly the part's size."""
     PADDED = "padded"
-    """The next larger captured size is used."""
+    """A larger captured size is used."""
     OVER_MAX = "over_max"
     """The part has more tokens than the largest size captured in the wanted mode."""
     NOT_CAPTURED = "not_captured"
@@ -55,7 +55,7 @@ class Reason(enum.Enum):
     CHEAPER = "cheaper"
     """By the cost model a graph of another mode takes less time."""
     CHEAPER_EAGER = "cheaper_eager"
-    """By the cost model no graph is worth its padding."""
+    """By the cost model no graph takes less time."""
     RANK_VOTE = "rank_vote"
     """The ranks run what all of them can, in the size that the largest needs."""
 

@@ -215,7 +215,7 @@ class DispatchCudagraphDispatcher(CudagraphDispatcher):
         valid_modes: AbstractSet[CUDAGraphMode] | None = None,
         invalid_modes: AbstractSet[CUDAGraphMode] | None = None,
     ) -> tuple[CUDAGraphMode, Any]:
-        if self.core is None:
+        if self.core is None or num_tokens == 0:
             return CUDAGraphMode.NONE, VllmBatchDescriptor(num_tokens)
         allowed = None
         if valid_modes is not None or invalid_modes is not None:

@@ -691,15 +691,17 @@ def test_bounded_memory(monkeypatch):
     assert dispatcher.settle(too_many, own, Vote(NONE, 9, 9)) == dispatcher.settle(too_many, own, Vote(NONE, 9, 9))
 
 
-def test_oversized_steps_are_not_kept():
+def test_oversized_steps_leave_room(monkeypatch):
     """
-    Steps beyond the largest size are many and differ, so they do not take the place of others.
+    Of steps beyond the largest size there is no end, so they take half of the room and no more.
     """
+    monkeypatch.setattr("aclgraph_dispatch.dispatcher.MAX_INTERNED", 4)
     dispatcher = Dispatcher(CapturePlan((2,), (8,)), max_num_seqs=4)
-    batch = Batch(PREFILL, 1, 9, 0)
+    oversized = [Batch(PREFILL, 1, n, 0) for n in (9, 10, 11)]
+    others = [Batch(PREFILL, 1, n, 0) for n in (3, 4, 5)]
+    is_kept = [dispatcher.dispatch(b) is dispatcher.dispatch(b) for b in [*oversized, *others]]
 
-    assert dispatcher.dispatch(batch) is not dispatcher.dispatch(batch)
-    assert dispatcher.dispatch(batch) == dispatcher.dispatch(batch)
+    assert [True, True, False, True, True, False] == is_kept
 
 
 def peak_bytes(dispatcher, num_reqs, last):
