@@ -20,8 +20,9 @@ it, and anybody can run eagerly: a rank restricts a step to eager or not at all.
 
 Each of these is commutative, associative and idempotent, so the merge is: neither the order of the ranks nor a
 vote that arrives twice changes it. `Vote.idle` is its neutral element: a rank without requests goes along with
-whatever the others do, in as many passes. There is no abstention: a rank that does not vote is a rank that will
-hang, so the exchange raises for a missing one (`agree` wants exactly as many votes as there are ranks).
+whatever the others do, in as many passes; it only wants room for its placeholders, where it computes some. There
+is no abstention: a rank that does not vote is a rank that will hang, so the exchange raises for a missing one
+(`agree` wants exactly as many votes as there are ranks).
 
 What the merged vote means for the graphs is each dispatcher's to say (`Dispatcher.settle`), and depends on
 nothing but that vote and the captured sizes, which are the same everywhere. Pipeline stages get the same batch
@@ -50,7 +51,7 @@ class Vote:
         num_tokens: Tokens before padding.
         num_full_tokens: Tokens its batch takes in a FULL graph: more where drafts are padded.
         num_active_loras: Distinct LoRA adapters in use.
-        num_passes: Forward passes it wants: 1, or 2 to run decodes and prefills apart.
+        num_passes: Forward passes it wants: 1, or 2 to run decodes and prefills apart (no policy does yet).
         max_passes: The most it can run.
     """
 

@@ -16,7 +16,7 @@ preemption can all have the length of a decode. So classification reads, per req
 
     decode  <=>  num_scheduled - num_drafts == 1  and  num_computed + 1 >= num_known  and  num_known > num_prompt
 
-More than known has been computed only under async scheduling: drafts that the host has not heard of yet.
+More has been computed than is known only under async scheduling: accepted drafts that the host has not heard of.
 The last condition keeps the last token of a prompt from being a decode. To attention without a state besides the
 KV cache the two are the same (`BackendTraits.extend_equals_decode`): there, and where the prompt's length is not
 given, one computed token is all that is asked for, so that only a prompt of one token is a prefill by its state.
@@ -73,7 +73,8 @@ class ScheduledRequest:
         num_drafts: Draft tokens among the scheduled ones.
         num_prompt: Length of the prompt; without it a request with any computed token counts as past it.
         lora_id: The adapter in use, 0 for none.
-        resumed: Whether the request comes back from a preemption in this step.
+        resumed: Whether the request comes back from a preemption in this step. Told for the reader's sake: the
+            other numbers say what is left to compute, and they decide.
 
     Raises:
         ValueError: The numbers contradict each other.

@@ -76,6 +76,7 @@ class DispatchConfig:
         max_num_batched_tokens: int,
         query_len: int = 1,
         lora_cases: Sequence[int] = (0,),
+        is_chosen: bool = True,
     ) -> CapturePlan:
         """
         The graphs to capture.
@@ -85,8 +86,11 @@ class DispatchConfig:
             ladder: The engine's own sizes, in tokens: what is not configured is taken from there.
             max_num_seqs: The most requests a batch can have.
             max_num_batched_tokens: The most tokens a step can have.
-            query_len: Tokens of one uniform decode; FULL sizes of the ladder are rounded up to whole requests.
+            query_len: Tokens of one uniform decode.
             lora_cases: Numbers of active adapters that every size is captured for.
+            is_chosen: Whether somebody chose the ladder. Its FULL sizes are then rounded up to whole requests;
+                else it is read as numbers of requests, and the most requests of a step are added: no batch of
+                decodes is left without a graph.
 
         Raises:
             ConfigError: A configured size can never be filled.
@@ -110,11 +114,15 @@ class DispatchConfig:
             elif configured is not None:
                 planned[name] = configured
             else:
-                largest = min(top, self.threshold or top)
-                # As vLLM does: a size between two multiples holds as many requests as the lower one, but was meant
-                # to hold more.
-                rounded = {-(-size // multiple) * multiple for size in ladder}
-                planned[name] = tuple(sorted(size for size in rounded if size <= largest))
+                # In requests, which for PIECEWISE is tokens.
+                most = min(top, self.threshold or top) // multiple
+                if mode is FULL and not is_chosen:
+                    counts = {n for n in ladder if n <= most} | {most}
+                else:
+                    # As vLLM rounds: a size between two multiples holds as many requests as the lower one, but was
+                    # meant to hold more.
+                    counts = {min(-(-n // multiple), most) for n in ladder if n <= (self.threshold or top)}
+                planned[name] = tuple(n * multiple for n in sorted(counts - {0}))
         if errors:
             raise ConfigError("; ".join(errors) + f" @ additional_config.{KEY}")
         return CapturePlan(**planned, lora_cases=lora_cases)

@@ -58,6 +58,12 @@ UNSUPPORTED = (
         "drop enable_expert_parallel: each expert is then split over the ranks",
     ),
     Unsupported(
+        # Its ranks leave out votes while they join or leave.
+        "elastic expert parallelism",
+        lambda c: c.parallel_config.enable_elastic_ep,
+        f"drop it, {_OFF}",
+    ),
+    Unsupported(
         "micro-batches within a forward pass",
         lambda c: c.parallel_config.use_ubatching,
         f"drop --enable-dbo and --ubatch-size, {_OFF}",

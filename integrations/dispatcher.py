@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 from vllm.config import CUDAGraphMode
+from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
 from vllm.forward_context import BatchDescriptor as VllmBatchDescriptor
 from vllm.lora.utils import get_captured_lora_counts
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from aclgraph_dispatch import (
     BackendTraits,
@@ -67,9 +69,24 @@ def choose_cudagraph_mode(compilation: "CompilationConfig", config: DispatchConf
     compilation.cudagraph_mode = wanted
 
 
-def capture_plan(vllm_config: "VllmConfig", policy: str) -> CapturePlan:
+def default_cudagraph_mode(vllm_config: "VllmConfig") -> CUDAGraphMode:
+    """
+    The mode that vLLM will choose if nobody does.
+    """
+    mode: CUDAGraphMode = OPTIMIZATION_LEVEL_TO_CONFIG[vllm_config.optimization_level]["compilation_config"][
+        "cudagraph_mode"
+    ]
+    return mode
+
+
+def capture_plan(vllm_config: "VllmConfig", policy: str, *, is_chosen: bool = True) -> CapturePlan:
     """
     The graphs to capture for *vllm_config* under *policy*, by our configuration and vLLM's sizes.
+
+    Args:
+        vllm_config: Of the engine.
+        policy: A name in `POLICIES`.
+        is_chosen: Whether somebody chose vLLM's sizes.
 
     Raises:
         ConfigError: A configured size can never be filled.
@@ -83,19 +100,31 @@ def capture_plan(vllm_config: "VllmConfig", policy: str) -> CapturePlan:
         max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         query_len=1 + vllm_config.num_speculative_tokens,
         lora_cases=lora_cases(vllm_config),
+        is_chosen=is_chosen,
     )
 
 
 def query_lens(vllm_config: "VllmConfig") -> tuple[int, ...]:
     """
-    Tokens of a uniform decode, ascending: 1 + k, of a dynamic schedule for every k it has.
+    Tokens of a uniform decode, ascending: 1 + k, and those that steps with fewer drafts commonly have.
+
+    These are every k of a dynamic schedule, and none where drafts are looked up in the prompt, often in vain.
+    Ranks that vote must have graphs of one length.
     """
-    longest = 1 + vllm_config.num_speculative_tokens
+    num_drafts = vllm_config.num_speculative_tokens
     speculative = vllm_config.speculative_config
-    if speculative is None or not speculative.uses_dynamic_speculative_decoding():
-        return (longest,)
-    schedule = speculative.num_speculative_tokens_per_batch_size
-    return tuple(sorted({longest, *(1 + k for _, _, k in schedule)}))
+    fewer: set[int] = set()
+    if speculative is not None and vllm_config.parallel_config.data_parallel_size == 1:
+        if speculative.method == "ngram":
+            fewer = {0}
+        if speculative.uses_dynamic_speculative_decoding():
+            schedule = build_dynamic_sd_schedule_lookup(
+                speculative.num_speculative_tokens_per_batch_size,
+                vllm_config.scheduler_config.max_num_seqs,
+                num_drafts,
+            )
+            fewer |= set(schedule[1:])
+    return tuple(1 + k for k in sorted({*fewer, num_drafts}))
 
 
 def lora_cases(vllm_config: "VllmConfig") -> tuple[int, ...]:
@@ -192,8 +221,11 @@ class DispatchCudagraphDispatcher(CudagraphDispatcher):
         policy = policy_of(cudagraph_mode, config if self.role == "target" else DispatchConfig())
         plan = capture_plan(self.vllm_config, policy)
         for query_len in query_lens(self.vllm_config) if self.role == "target" else (uniform_decode_query_len,):
-            num_reqs = [size // uniform_decode_query_len for size in plan.full_sizes]
-            plan_of_length = attrs.evolve(plan, full_sizes=[n * query_len for n in num_reqs])
+            counts = {size // uniform_decode_query_len for size in plan.full_sizes}
+            if self._most_requests(uniform_decode_query_len) in counts:
+                # Shorter decodes are covered as well as the longest.
+                counts.add(self._most_requests(query_len))
+            plan_of_length = attrs.evolve(plan, full_sizes=[n * query_len for n in sorted(counts)])
             self.cores[query_len] = Dispatcher(
                 plan_of_length,
                 policy=policy,
@@ -205,6 +237,10 @@ class DispatchCudagraphDispatcher(CudagraphDispatcher):
             for descriptor in plan_of_length.descriptors(query_len=query_len, role=self.role):
                 self.add_cudagraph_key(VLLM_MODE[descriptor.mode], vllm_descriptor(descriptor))
         self.keys_initialized = True
+
+    def _most_requests(self, query_len: int) -> int:
+        scheduler = self.vllm_config.scheduler_config
+        return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // query_len)
 
     def dispatch(
         self,

@@ -16,6 +16,9 @@ every buffer gets back, bit for bit, what it held. Sampling, statistics, schedul
 it, so there is nothing to reject and nothing to exclude from acceptance rates. Buffers are rewritten where they
 lie, for graphs know them by their addresses.
 
+Only buffers of the device are, in the order of its stream. A buffer of the host may be the source of a copy to the
+device that has not run yet, so what reads the host is shown a stand-in, and the buffer itself stays as it is.
+
 Why the tokens do not change: attention is causal, and the rows of a request are its last q positions. With pads
 behind the real tokens and the length grown by their number, a real token keeps its position, so it attends to
 what it attended to before. Pads are written nowhere (slot -1), so that no KV block need be there for them. What
@@ -31,12 +34,14 @@ Requests beyond those of the batch keep vLLM's padding: no tokens, length 0. The
 belong to nobody and are copies of vLLM's first row of padding.
 """
 
+from copy import copy
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils._pytree import tree_map_only
+from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.utils import CpuGpuBuffer
 
 
@@ -58,6 +63,9 @@ class DraftPadding:
         self._rows = CpuGpuBuffer(max_num_tokens, dtype=torch.int64, device=device)
         self._is_pad = CpuGpuBuffer(max_num_tokens, dtype=torch.bool, device=device)
         self._num_pads = CpuGpuBuffer(max_num_seqs, dtype=torch.int32, device=device)
+        self._indices = np.arange(max_num_seqs + 1, dtype=np.int32)
+        self._starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32, pin_memory=PIN_MEMORY)
+        self._lengths = torch.zeros(max_num_seqs, dtype=torch.int32, pin_memory=PIN_MEMORY)
         self._num_reqs = self._num_reqs_padded = self._num_tokens = self._num_tokens_padded = 0
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -105,7 +113,7 @@ class DraftPadding:
 
     def lay_out_starts(self, query_start_loc: torch.Tensor) -> None:
         """
-        Make the starts of the requests, in a buffer of shape (> num_reqs_padded,), uniform.
+        Make the starts of the requests, in a buffer of shape (> num_reqs_padded,) on the device, uniform.
         """
         starts = query_start_loc[: self._num_reqs_padded + 1]
         self._save(starts)
@@ -114,12 +122,32 @@ class DraftPadding:
 
     def lay_out_lengths(self, seq_lens: torch.Tensor) -> None:
         """
-        Add every request's pads to its length, in a buffer of shape (>= num_reqs,) on the host or the device.
+        Add every request's pads to its length, in a buffer of shape (>= num_reqs,) on the device.
         """
         lengths = seq_lens[: self._num_reqs]
         self._save(lengths)
-        num_pads = self._num_pads.cpu if lengths.device.type == "cpu" else self._num_pads.gpu
-        lengths.add_(num_pads[: self._num_reqs])
+        lengths.add_(self._num_pads.gpu[: self._num_reqs])
+
+    def stand_in_for_starts(self, query_start_loc: CpuGpuBuffer) -> CpuGpuBuffer:
+        """
+        The same buffer on the device, with one on the host, shape (max_num_seqs + 1,), that says what is laid out.
+
+        It holds until the next step begins.
+        """
+        stand_in = copy(query_start_loc)
+        stand_in.cpu, stand_in.np = self._starts, self._starts.numpy()
+        np.multiply(self._indices, self.query_len, out=stand_in.np)
+        stand_in.np[self._num_reqs :] = self._num_reqs * self.query_len
+        return stand_in
+
+    def stand_in_for_lengths(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """
+        The lengths on the host with every request's pads, shape (max_num_seqs,), until the next step begins.
+        """
+        num_reqs = self._num_reqs
+        torch.add(seq_lens[:num_reqs], self._num_pads.cpu[:num_reqs], out=self._lengths[:num_reqs])
+        self._lengths[num_reqs:] = 0
+        return self._lengths
 
     def lay_out_tokens(self, buffer: torch.Tensor, *, dim: int = 0, pad: int | None = None) -> None:
         """
@@ -150,7 +178,6 @@ class DraftPadding:
         """
         Give every buffer back what it held.
         """
-        # Backwards: on a CPU the device's buffer may be the host's, and is then laid out twice.
         while self._saved:
             rows, saved = self._saved.pop()
             rows.copy_(saved)

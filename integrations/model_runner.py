@@ -1,7 +1,6 @@
 """The model runner that lets our dispatcher decide."""
 
 import time
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,13 +12,11 @@ from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.v1.worker.workspace import lock_workspace
 
-from aclgraph_dispatch import POLICIES, Batch, CapturePlan, Dispatcher, RuntimeMode, StepPlan
+from aclgraph_dispatch import Batch, CapturePlan, Dispatcher, StepPlan
 from aclgraph_dispatch.agreement import Vote, agree
 from aclgraph_dispatch.batch import Classifier
-from aclgraph_dispatch.policy import modes_used
 from aclgraph_dispatch.pool import Backend, GraphPool
 from aclgraph_dispatch.records import StepRecords
 
@@ -33,17 +30,15 @@ from .dispatcher import (
     vllm_descriptor,
 )
 from .draft_padding import DraftPadding
-from .drafter import ROLE, DraftDispatcher
+from .drafter import DraftDispatcher
 from .ranks import exchange, padded_tokens
+from .report import log_plan, report
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
 else:
     Runner = object
-
-# vLLM drops INFO of loggers that are not its own.
-logger = init_logger("vllm.aclgraph_dispatch")
 
 _EAGER = Dispatcher(CapturePlan(), policy="eager", max_num_seqs=1)
 """What runs until it is known which graphs there are."""
@@ -110,12 +105,15 @@ class DispatchMixin(Runner):
             classifier.extend_equals_decode = self.cudagraph_dispatcher.traits.extend_equals_decode
 
     def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self._num_drafts[: self.input_batch.num_reqs] = 0
+        prepared = super()._prepare_inputs(scheduler_output, *args, **kwargs)
         self._total_drafts = 0
-        for request_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
-            self._num_drafts[self.input_batch.req_id_to_index[request_id]] = len(drafts)
-            self._total_drafts += len(drafts)
-        return super()._prepare_inputs(scheduler_output, *args, **kwargs)
+        if scheduler_output.scheduled_spec_decode_tokens:
+            # Of a request that computes more than one token and its drafts vLLM says -1; it is no decode.
+            num_reqs = self.input_batch.num_reqs
+            drafts = self._num_drafts[:num_reqs]
+            np.maximum(self.num_decode_draft_tokens.np[:num_reqs], 0, drafts)
+            self._total_drafts = int(drafts.sum(dtype=np.int32))
+        return prepared
 
     def _determine_batch_execution_and_padding(
         self,
@@ -143,7 +141,8 @@ class DispatchMixin(Runner):
             query_len = self._query_lens[min(max_num_scheduled_tokens, self.uniform_decode_query_len)]
             batch = self._classify(query_len, num_tokens, num_reqs, num_scheduled_tokens_np, num_active_loras)
 
-        core = self.cudagraph_dispatcher.cores.get(query_len, _EAGER)
+        cores = self.cudagraph_dispatcher.cores
+        core = cores[query_len] if cores else _EAGER
         step_plan = core.dispatch(batch, frozenset() if force_eager else None)
         num_tokens_across_ranks = None
         if self.parallel_config.data_parallel_size > 1:
@@ -197,19 +196,29 @@ class DispatchMixin(Runner):
             num_reqs_padded=kwargs["num_reqs_padded"],
             num_tokens_padded=part.num_padded_tokens,
         )
-        for starts in (self.query_start_loc.gpu, self.query_start_loc.cpu):
-            padding.lay_out_starts(starts)
-        for lengths in (self.seq_lens, self.optimistic_seq_lens_cpu):
-            padding.lay_out_lengths(lengths)
+        padding.lay_out_starts(self.query_start_loc.gpu)
+        padding.lay_out_lengths(self.seq_lens)
         for slots in kwargs["slot_mappings"].values():
             padding.lay_out_tokens(slots, pad=-1)
         if self.lora_config:
             # Which adapter a token wants was told for the ragged tokens. Of decodes all are sampled.
-            lengths = self.num_scheduled_tokens.np[:num_reqs]
-            self.set_active_loras(self.input_batch, np.full_like(lengths, padding.query_len), lengths)
-        metadata, for_drafter = super()._build_attention_metadata(**kwargs | {"max_query_len": padding.query_len})
+            num_scheduled = self.num_scheduled_tokens.np[:num_reqs]
+            self.set_active_loras(
+                self.input_batch, np.full_like(num_scheduled, padding.query_len), num_scheduled
+            )
+        starts, lengths = self.query_start_loc, self.optimistic_seq_lens_cpu
+        self.query_start_loc = padding.stand_in_for_starts(starts)
+        self.optimistic_seq_lens_cpu = padding.stand_in_for_lengths(lengths)
+        try:
+            metadata, for_drafter = super()._build_attention_metadata(
+                **kwargs | {"max_query_len": padding.query_len}
+            )
+        finally:
+            self.query_start_loc, self.optimistic_seq_lens_cpu = starts, lengths
         if for_drafter is not None:
-            # It holds views, which are restored after the forward pass, and these two numbers.
+            # Its views of the device are restored after the forward pass; of the host it gets what vLLM gives.
+            for_drafter.query_start_loc_cpu = starts.cpu[: num_reqs + 1]
+            for_drafter.seq_lens_cpu_upper_bound = lengths[:num_reqs]
             for_drafter.max_query_len = kwargs["max_query_len"]
             for_drafter.max_seq_len = longest
         return metadata, for_drafter
@@ -254,8 +263,6 @@ class DispatchMixin(Runner):
         """
         Capture every graph of the plan; return the bytes they take, unknown on an emulated device.
         """
-        dispatcher = self.cudagraph_dispatcher.core
-        assert dispatcher is not None
         start = time.perf_counter()
         longest = self.uniform_decode_query_len
         set_cudagraph_capturing_enabled(True)
@@ -283,7 +290,7 @@ class DispatchMixin(Runner):
         if self._drafts:
             self._drafts.passes.clear()
         self.capture_seconds = time.perf_counter() - start
-        _log_plan(dispatcher, self.graphs, self.capture_seconds, self.max_num_tokens)
+        log_plan(self.cudagraph_dispatcher, self.graphs, self.capture_seconds, self.max_num_tokens)
         return 0
 
     def shutdown(self) -> None:
@@ -293,79 +300,9 @@ class DispatchMixin(Runner):
 
     def dispatch_report(self) -> dict[str, Any]:
         """
-        What is captured and which routes were taken, as plain values.
+        What is captured and which routes were taken, as plain values (`report`).
         """
-        dispatcher = self.cudagraph_dispatcher.core
-        plan = dispatcher.plan if dispatcher else CapturePlan()
-        graphs_per_size: Counter[str] = Counter()
-        for descriptor, num_graphs in self.graphs.num_graphs().items():
-            if descriptor.role == ROLE:
-                continue
-            graphs_per_size[f"{descriptor.mode.name}-{descriptor.num_tokens}"] += num_graphs
-        return {
-            "policy": dispatcher.policy if dispatcher else "eager",
-            "full_sizes": list(plan.full_sizes),
-            "piecewise_sizes": list(plan.piecewise_sizes),
-            "lora_cases": list(plan.lora_cases),
-            "query_lens": list(self.cudagraph_dispatcher.cores),
-            "graphs": {mode.name: n for mode, n in self.graphs.num_graphs_by_mode().items()},
-            "draft_graphs": {mode.name: n for mode, n in self.graphs.num_graphs_by_mode(ROLE).items()},
+        return report(self.cudagraph_dispatcher, self.graphs, self.records) | {
             "draft_passes": dict(self._drafts.passes) if self._drafts else {},
-            "graphs_per_size": dict(graphs_per_size),
             "capture_seconds": self.capture_seconds,
-            "routes": [
-                {
-                    "mode": count.mode.name,
-                    "reason": count.reason.name,
-                    "steps": count.num_parts,
-                    "tokens": count.num_tokens,
-                    "paddings": count.num_paddings,
-                }
-                for count in self.records.counts()
-            ],
-            "decisions": [
-                {
-                    "mode": part.mode.name,
-                    "reason": part.reason.name,
-                    "requests": part.requests[1],
-                    "tokens": part.num_tokens,
-                    "padded": part.num_padded_tokens,
-                    "loras": part.descriptor.num_active_loras,
-                    "idle": is_idle,
-                }
-                for step_plan, is_idle in self.records.recent()
-                for part in step_plan.parts
-            ],
         }
-
-
-def _log_plan(
-    dispatcher: Dispatcher, graphs: GraphPool, capture_seconds: float, max_num_batched_tokens: int
-) -> None:
-    counts = graphs.num_graphs_by_mode()
-    logger.info(
-        "policy %s; FULL %s: %d graphs; PIECEWISE %s: %d graphs; captured in %.1f s",
-        dispatcher.policy,
-        list(dispatcher.plan.full_sizes),
-        counts.get(RuntimeMode.FULL, 0),
-        list(dispatcher.plan.piecewise_sizes),
-        counts.get(RuntimeMode.PIECEWISE, 0),
-        capture_seconds,
-    )
-    modes = modes_used(POLICIES[dispatcher.policy])
-    covered = max(dispatcher.plan.full_sizes, default=0) // dispatcher.query_len
-    if RuntimeMode.FULL in modes and covered < dispatcher.max_num_seqs:
-        logger.warning(
-            "no FULL graph holds a decode batch of more than %d requests, up to %d can be scheduled: add %d to "
-            "full_sizes",
-            covered,
-            dispatcher.max_num_seqs,
-            dispatcher.max_num_seqs * dispatcher.query_len,
-        )
-    covered = max(dispatcher.plan.piecewise_sizes, default=0)
-    if RuntimeMode.PIECEWISE in modes and covered < max_num_batched_tokens:
-        logger.info(
-            "no PIECEWISE graph holds a step of more than %d tokens, up to %d can be scheduled: those run eagerly",
-            covered,
-            max_num_batched_tokens,
-        )

@@ -22,6 +22,12 @@ _KEPT = (
 )
 """What the CPU platform takes from the compilation configuration, having no graphs."""
 
+_asked: dict[int, tuple[Any, bool]] = {}
+"""
+Of a compilation configuration that vLLM is completing, by its identity: the mode that was asked for, and whether
+somebody chose sizes. Both are overwritten before we plan.
+"""
+
 
 class EmulatedNpuPlatform(CpuPlatform):
     """
@@ -72,17 +78,23 @@ class EmulatedNpuPlatform(CpuPlatform):
         compilation.pass_config.fuse_norm_quant = False
         compilation.pass_config.fuse_act_quant = False
 
-        from .dispatcher import choose_cudagraph_mode
+        from .dispatcher import choose_cudagraph_mode, default_cudagraph_mode
 
         choose_cudagraph_mode(compilation, config)
+        mode = compilation.cudagraph_mode
+        if mode is None:
+            mode = default_cudagraph_mode(vllm_config)
+        is_chosen = bool(compilation.cudagraph_capture_sizes or compilation.max_cudagraph_capture_size)
+        _asked[id(compilation)] = mode, is_chosen
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         from .compat import refuse_unsupported
-        from .dispatcher import MODE_OF_POLICY, capture_plan, policy_of, query_lens
+        from .dispatcher import capture_plan, policy_of
         from .drafter import is_drafters
 
         compilation = vllm_config.compilation_config
+        asked_mode, is_chosen = _asked.pop(id(compilation), (None, True))
         kept = {name: getattr(compilation, name) for name in _KEPT}
         super().check_and_update_config(vllm_config)
         if vllm_config.model_config is None or vllm_config.model_config.enforce_eager:
@@ -94,10 +106,12 @@ class EmulatedNpuPlatform(CpuPlatform):
             return
         refuse_unsupported(vllm_config)
         config = DispatchConfig.load(vllm_config.additional_config)
-        if config.policy and len(query_lens(vllm_config)) > 1:
+        speculative = vllm_config.speculative_config
+        if speculative is not None and speculative.uses_dynamic_speculative_decoding():
             # vLLM takes FULL graphs away, for its have one number of drafts; of ours there are some for each.
-            compilation.cudagraph_mode = MODE_OF_POLICY[config.policy]
-        plan = capture_plan(vllm_config, policy_of(compilation.cudagraph_mode, config))
+            compilation.cudagraph_mode = asked_mode
+        policy = policy_of(compilation.cudagraph_mode, config)
+        plan = capture_plan(vllm_config, policy, is_chosen=is_chosen)
         sizes = sorted({*plan.full_sizes, *plan.piecewise_sizes})
         compilation.cudagraph_capture_sizes = sizes
         compilation.max_cudagraph_capture_size = sizes[-1] if sizes else 0

@@ -117,12 +117,17 @@ def in_words(step_plan):
     return f"{part.mode.name}-{part.num_padded_tokens} {part.reason.value}{pads}"
 
 
-def planned(*, k=0, policy="full_decode_only", config=None, ladder, max_num_seqs, budget=8192):
+def planned(*, k=0, policy="full_decode_only", config=None, ladder, max_num_seqs, budget=8192, is_chosen=True):
     """
     The sizes that are captured: the engine's, or those of the user's *config*.
     """
     plan = DispatchConfig(**config or {}).capture_plan(
-        policy, ladder, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, query_len=1 + k
+        policy,
+        ladder,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        query_len=1 + k,
+        is_chosen=is_chosen,
     )
     return {"full": plan.full_sizes, "piecewise": plan.piecewise_sizes}
 
@@ -189,6 +194,7 @@ SCENARIOS = [
     ("4e: last token of a prompt", PLAIN, [prompt(65, computed=64)], "PIECEWISE-1 prefill"),
     ("4e: stateless", PLAIN | STATELESS, [prompt(65, computed=64)], "FULL-1 exact"),
     ("4e: last token of a prompt, drafts", VERIFYING, [prompt(65, computed=64)], "PIECEWISE-1 prefill"),
+    ("4e: stateless, drafts", VERIFYING | STATELESS, [prompt(65, computed=64)], "FULL-4 padded, pads drafts"),
     ("4: chunk of one token", PLAIN | STATELESS, [prompt(65, computed=9, chunk=1)], "PIECEWISE-1 prefill"),
     ("4: one of four", VERIFYING, [*[decode(3)] * 3, prompt(68, computed=64)], "PIECEWISE-16 mixed"),
     ("4: one of four, stateless", VERIFYING | STATELESS, [*[decode(3)] * 3, prompt(4)], "PIECEWISE-16 mixed"),
@@ -224,6 +230,19 @@ SCENARIOS = [
     ("7: budget of 30", NODE_OF_30, TRANSFERRED, "PIECEWISE-30 ragged"),
     ("7: budget of 30, no PIECEWISE", NODE_OF_30 | DECODE_ONLY, TRANSFERRED, "NONE-29 ragged"),
     ("7: prompt left", NODE, [*[decode(3)] * 7, prompt(65, computed=64)], "PIECEWISE-32 mixed"),
+    (
+        "7: more than a token of it left",
+        NODE | STATELESS,
+        [*[decode(3)] * 7, prompt(65, computed=9, chunk=1)],
+        "PIECEWISE-32 mixed",
+    ),
+    # What a decode node gets: to a stateless backend the last token of a prompt is a decode without drafts.
+    (
+        "7: last token of a prompt, stateless",
+        NODE | STATELESS,
+        [*[decode(3)] * 7, prompt(65, computed=64)],
+        "FULL-32 padded, pads drafts",
+    ),
     (
         "7: prompt left, variable lengths",
         NODE | VARIABLE,
@@ -301,7 +320,15 @@ def test_planned_sizes():
     assert (1, 2, 4, 8, 12) == TO_12["full"]
     assert (4, 8) == OFF_4["full"]
     assert (3, 6, 9, 18, 24) == INTERLEAVED["full"]
-    assert (4, 8, 16, 24) == NODE_OF_30["full"]
+    assert (4, 8, 16, 24, 28) == NODE_OF_30["full"]
+    # Nobody chose vLLM's ladder: it is read in requests, so that no batch of decodes is left over, whatever k.
+    for k in range(5):
+        of_any_k = planned(k=k, ladder=(1, 2, 4, 8, 16, 512), max_num_seqs=300, is_chosen=False)
+        assert tuple((1 + k) * n for n in (1, 2, 4, 8, 16, 300)) == of_any_k["full"]
+    assert (4, 8, 16, 28) == planned(k=3, ladder=(1, 2, 4, 8), max_num_seqs=8, budget=30, is_chosen=False)["full"]
+    assert (3, 6) == planned(k=2, config={"threshold": 8}, ladder=(1, 2, 4), max_num_seqs=8, is_chosen=False)[
+        "full"
+    ]
     assert {"full": (1, 2, 4, 8), "piecewise": ()} == planned(
         config={"full_sizes": (1, 2, 4, 8)}, ladder=(1, 2, 4, 8, 12), max_num_seqs=12
     )

@@ -1,12 +1,18 @@
 """The uniform layout of ragged drafts, on buffers as vLLM fills them, without an engine."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.utils import CpuGpuBuffer
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from aclgraph_dispatch.integrations.draft_padding import DraftPadding
+from aclgraph_dispatch.integrations.model_runner import DispatchMixin
 
 MAX_NUM_SEQS = 8
 MAX_MODEL_LEN = 64
@@ -51,16 +57,13 @@ class Buffers:
         self.query_start_loc[: num_reqs + 1] = torch.tensor([0, *np.cumsum(lengths)])
         self.seq_lens = torch.zeros(MAX_NUM_SEQS, dtype=torch.int32)
         self.seq_lens[:num_reqs] = torch.tensor(computed) + torch.tensor(lengths)
-        self.seq_lens_cpu = self.seq_lens.clone()
 
     def lay_out(self, padding: DraftPadding) -> None:
         """
-        All of them, in the runner's way; the starts twice, for on a CPU the device's are the host's.
+        All of them, in the runner's way.
         """
         padding.lay_out_starts(self.query_start_loc)
-        padding.lay_out_starts(self.query_start_loc)
         padding.lay_out_lengths(self.seq_lens)
-        padding.lay_out_lengths(self.seq_lens_cpu)
         padding.lay_out_tokens(self.slots, pad=-1)
         padding.lay_out_tokens(self.input_ids[: self.num_tokens_padded])
         padding.lay_out_tokens(self.positions[: self.num_tokens_padded])
@@ -104,7 +107,6 @@ def test_rows_of_a_request(case):
         assert starts[i : i + 2] == [i * query_len, (i + 1) * query_len]
         # The last q positions up to the length are the rows: the first of them is the first token's.
         assert num_computed == buffers.seq_lens[i] - query_len
-        assert num_computed == buffers.seq_lens_cpu[i] - query_len
         for offset in range(query_len):
             row = starts[i] + offset
             is_pad = offset >= length
@@ -230,3 +232,130 @@ def test_causal_attention_is_that_of_the_ragged_batch():
     )
 
     assert torch.equal(expected, padding.gather(output))
+
+
+class Dispatching(DispatchMixin, GPUModelRunner):
+    """
+    Our runner on any device.
+    """
+
+
+class LateCopies:
+    """
+    The one attention group of a runner; while it builds metadata, the device runs the copies that vLLM submitted.
+    """
+
+    layer_names = ("layer",)
+
+    def __init__(self, *sources: torch.Tensor) -> None:
+        self.sources = sources
+        self.copied: list[torch.Tensor] = []
+
+    def get_metadata_builder(self, ubid: int) -> Any:
+        return SimpleNamespace(supports_update_block_table=False)
+
+    def build_metadata(self, common: Any, ubid: int) -> dict[str, Any]:
+        self.copied = [source.clone() for source in self.sources]
+        return copied(common)
+
+
+def copied(metadata: Any) -> dict[str, Any]:
+    """
+    What is told of a batch, as it is now.
+    """
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(metadata).items()
+    }
+
+
+def with_inputs(
+    runner_type: type[GPUModelRunner], query_len: int, lengths: list[int], computed: list[int], num_reqs_padded: int
+) -> Any:
+    """
+    A runner that has prepared the inputs of a ragged step; its buffers on host and device are apart.
+    """
+    buffers = Buffers(query_len, lengths, computed, num_reqs_padded)
+    runner: Any = runner_type.__new__(runner_type)
+    runner.query_start_loc = CpuGpuBuffer(MAX_NUM_SEQS + 1, dtype=torch.int32, device=torch.device("cpu"))
+    for starts in (runner.query_start_loc.cpu, runner.query_start_loc.gpu):
+        starts.copy_(buffers.query_start_loc)
+    runner.seq_lens = buffers.seq_lens
+    runner.optimistic_seq_lens_cpu = buffers.seq_lens.clone()
+    runner.positions = buffers.positions
+    table = torch.zeros((MAX_NUM_SEQS, 1), dtype=torch.int32)
+    runner.input_batch = SimpleNamespace(
+        block_table=[SimpleNamespace(get_device_tensor=lambda num_reqs: table[:num_reqs])],
+        num_computed_tokens_cpu_tensor=torch.ones(MAX_NUM_SEQS, dtype=torch.int32),
+        num_prompt_tokens_cpu_tensor=torch.ones(MAX_NUM_SEQS, dtype=torch.int32),
+    )
+    runner.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
+    runner.attn_groups = [[LateCopies(runner.query_start_loc.cpu, runner.optimistic_seq_lens_cpu)]]
+    runner.model_config = SimpleNamespace(rswa_window=None)
+    runner.cache_config = SimpleNamespace(use_replayssm=False, kv_sharing_fast_prefill=False)
+    runner.is_mm_prefix_lm, runner.dcp_world_size, runner.lora_config = False, 1, None
+    runner.speculative_config = runner.drafter = object()
+
+    runner.num_scheduled_tokens = SimpleNamespace(np=np.array(lengths, dtype=np.int32))
+    part = SimpleNamespace(pads_drafts=True, num_padded_tokens=buffers.num_tokens_padded)
+    runner.step_plan = SimpleNamespace(parts=[part])
+    runner._seq_lens = runner.optimistic_seq_lens_cpu.numpy()
+    runner._draft_padding = DraftPadding(
+        query_len=query_len, max_num_seqs=MAX_NUM_SEQS, device=torch.device("cpu")
+    )
+    return runner
+
+
+def built(runner: Any, query_len: int, lengths: list[int], num_reqs_padded: int) -> tuple[dict[str, Any], Any]:
+    """
+    The metadata of the layers, and of the drafter.
+    """
+    metadata, for_drafter = runner._build_attention_metadata(
+        num_tokens=sum(lengths),
+        num_reqs=len(lengths),
+        max_query_len=max(lengths),
+        num_tokens_padded=num_reqs_padded * query_len,
+        num_reqs_padded=num_reqs_padded,
+        slot_mappings={0: torch.zeros(num_reqs_padded * query_len, dtype=torch.int64)},
+    )
+    return metadata["layer"], for_drafter
+
+
+@given(ragged())
+def test_host_buffers_are_left_alone(case):
+    """
+    A copy to the device that vLLM submitted, and that runs only when the step is laid out, copies what vLLM wrote.
+    """
+    query_len, lengths, _, num_reqs_padded = case
+    runner = with_inputs(Dispatching, *case)
+    host = runner.query_start_loc, runner.optimistic_seq_lens_cpu
+    before = [source.clone() for source in runner.attn_groups[0][0].sources]
+    built(runner, query_len, lengths, num_reqs_padded)
+
+    for expected, value in zip(before, runner.attn_groups[0][0].copied, strict=True):
+        assert torch.equal(expected, value)
+    assert host[0] is runner.query_start_loc
+    assert host[1] is runner.optimistic_seq_lens_cpu
+
+
+@given(ragged())
+def test_layers_and_drafter_are_told_different_things(case):
+    """
+    Of the uniform step, host and device tell the layers the same; what vLLM tells the drafter it is told too, once
+    the device is restored.
+    """
+    query_len, lengths, computed, num_reqs_padded = case
+    runner = with_inputs(Dispatching, *case)
+    for_layers, for_drafter = built(runner, query_len, lengths, num_reqs_padded)
+    runner._draft_padding.restore()
+    _, expected = built(with_inputs(GPUModelRunner, *case), query_len, lengths, num_reqs_padded)
+
+    assert query_len == for_layers["max_query_len"]
+    assert max(computed) + query_len == for_layers["max_seq_len"]
+    assert torch.equal(for_layers["query_start_loc"], for_layers["query_start_loc_cpu"])
+    assert torch.equal(for_layers["seq_lens"], for_layers["seq_lens_cpu_upper_bound"])
+    assert query_len == for_layers["query_start_loc"][1]
+    for name, value in copied(expected).items():
+        ours = getattr(for_drafter, name)
+        assert torch.equal(value, ours) if isinstance(value, torch.Tensor) else value == ours, name
+    assert runner.query_start_loc.cpu.data_ptr() == for_drafter.query_start_loc_cpu.data_ptr()
+    assert runner.optimistic_seq_lens_cpu.data_ptr() == for_drafter.seq_lens_cpu_upper_bound.data_ptr()
