@@ -12,6 +12,7 @@ from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.forward_context import get_forward_context
+from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.workspace import lock_workspace
 
 from aclgraph_dispatch import Batch, CapturePlan, Dispatcher, StepPlan
@@ -50,6 +51,8 @@ class DispatchMixin(Runner):
     """
 
     uniform_decode_query_len: int
+    query_start_loc: CpuGpuBuffer
+    optimistic_seq_lens_cpu: torch.Tensor
 
     def install_dispatcher(self, vllm_config: "VllmConfig", backend: Backend) -> None:
         """
@@ -203,9 +206,7 @@ class DispatchMixin(Runner):
         if self.lora_config:
             # Which adapter a token wants was told for the ragged tokens. Of decodes all are sampled.
             num_scheduled = self.num_scheduled_tokens.np[:num_reqs]
-            self.set_active_loras(
-                self.input_batch, np.full_like(num_scheduled, padding.query_len), num_scheduled
-            )
+            self.set_active_loras(self.input_batch, np.full_like(num_scheduled, padding.query_len), num_scheduled)
         starts, lengths = self.query_start_loc, self.optimistic_seq_lens_cpu
         self.query_start_loc = padding.stand_in_for_starts(starts)
         self.optimistic_seq_lens_cpu = padding.stand_in_for_lengths(lengths)

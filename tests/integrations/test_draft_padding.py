@@ -269,7 +269,11 @@ def copied(metadata: Any) -> dict[str, Any]:
 
 
 def with_inputs(
-    runner_type: type[GPUModelRunner], query_len: int, lengths: list[int], computed: list[int], num_reqs_padded: int
+    runner_type: type[GPUModelRunner],
+    query_len: int,
+    lengths: list[int],
+    computed: list[int],
+    num_reqs_padded: int,
 ) -> Any:
     """
     A runner that has prepared the inputs of a ragged step; its buffers on host and device are apart.
