@@ -259,6 +259,8 @@ def drive(engine: dict[str, Any], requests: Sequence[EngineRequest], last_arriva
     start_seconds = time.perf_counter() - start
 
     core = llm.llm_engine
+    # Compiled beside the steps, a grammar would let its request start at another step each time.
+    core.engine_core.engine_core.structured_output_manager._use_async_grammar_compilation = False
     waiting = sorted(requests, key=lambda r: r.arrival_step)
     aborts = {r.request_id: r.abort_step for r in requests if r.abort_step is not None}
     # By name, so that an adapter has the same id in every engine, whoever asks first.

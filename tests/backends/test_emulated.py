@@ -98,11 +98,16 @@ def update_task(handle, run):
         npu.graph_task_update_end(stream)
 
 
+def _flat(tensor):
+    # A tensor of one element is contiguous whatever its strides, which a view of its bytes would not take.
+    return tensor.flatten().clone(memory_format=torch.contiguous_format)
+
+
 def bits(*tensors):
     """
     Type, shape and bytes, by which two NaNs can be equal.
     """
-    return [(t.dtype, t.shape, t.contiguous().flatten().view(torch.uint8).tolist()) for t in tensors]
+    return [(t.dtype, t.shape, _flat(t).view(torch.uint8).tolist()) for t in tensors]
 
 
 def fill(tensors, seed):

@@ -153,7 +153,7 @@ ACCEPTED: dict[str, tuple[Any, dict[str, Any], list[Any]]] = {
     "speculation": (
         {"policy": "full_decode_only"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-        ["FULL_DECODE_ONLY", [3, 6, 9, 12, 18, 24, 33, 42, 48]],
+        ["FULL_DECODE_ONLY", [3, 6, 9, 12, 18, 24, 36, 48]],
     ),
     "enforce_eager": ({}, {"enforce_eager": True}, ["NONE", []]),
     "LoRA": ({}, {"enable_lora": True}, ["FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 24, 32]]),
