@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from aclgraph_dispatch.bench.checkpoints import cached_checkpoint
+from aclgraph_dispatch.bench.checkpoints import cached_adapter, cached_checkpoint
 from aclgraph_dispatch.bench.live import EngineFailedError, EngineRequest, EngineRun, run_engine, run_ranks
 from aclgraph_dispatch.config import KEY
 
@@ -186,6 +186,45 @@ def test_ranks_agree(model: str) -> None:
     assert all(first["mode"] == second["mode"] for first, second in steps)
     assert all(first["padded"] == second["padded"] for first, second in steps if first["mode"] != "NONE")
     assert all(d["padded"] == d["tokens"] for step in steps for d in step if d["mode"] == "NONE")
+
+
+def adapted(loads: list[list[EngineRequest]]) -> list[list[EngineRequest]]:
+    """
+    Every other request wants an adapter, so that in some steps one rank has it active and the other has not.
+    """
+    adapter = str(cached_adapter("gqa"))
+    return [
+        [attrs.evolve(request, lora=adapter if i % 2 == rank else None) for i, request in enumerate(load)]
+        for rank, load in enumerate(loads)
+    ]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["n-gram", "drafter", "LoRA"])
+def test_ranks_that_have_more_to_agree_on(name: str) -> None:
+    """
+    With drafts, a drafter that has exchanges of its own, or an adapter on one rank, nothing hangs, all ranks meet
+    the same graphs, and the tokens are those of stock vLLM.
+    """
+    more, loads = {
+        "n-gram": lambda: ({"speculative_config": engines.ngram(3)}, two_ranks()),
+        "drafter": lambda: ({"speculative_config": engines.drafter(2)}, two_ranks()),
+        # One slot stays empty, see engines.py.
+        "LoRA": lambda: ({"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, adapted(two_ranks())),
+    }[name]()
+    policy = {"additional_config": {KEY: {"policy": "full_and_piecewise"}}}
+    runs = run_ranks(options("gqa", **more, **policy), loads, emulate=True, timeout_seconds=TIMEOUT_SECONDS)
+    stock = [run_engine(options("gqa", **more, enforce_eager=True), load, emulate=False) for load in loads]
+    first, second = (
+        [(d["mode"], d["loras"], d["padded"]) for d in run.report["decisions"] if d["mode"] != "NONE"]
+        for run in runs
+    )
+
+    assert [run.tokens for run in stock] == [run.tokens for run in runs]
+    assert first == second
+    assert {"FULL", "PIECEWISE"} == {mode for mode, _, _ in first}
+    assert (len({loras for _, loras, _ in first}) > 1) == (name == "LoRA")
 
 
 @pytest.mark.engine
