@@ -22,6 +22,15 @@ class Unsupported:
     name: str
     is_used: Callable[["VllmConfig"], bool]
     remedy: str
+    value: Callable[["VllmConfig"], object] | None = None
+    """What was asked for, where the name does not say it."""
+
+    def refusal(self, vllm_config: "VllmConfig") -> str:
+        """
+        The message to who uses it.
+        """
+        value = "" if self.value is None else f" {self.value(vllm_config)!r}"
+        return f"not supported with graphs: {self.name}{value}; {self.remedy}"
 
 
 _OFF = "or set enforce_eager, which turns the dispatcher off"
@@ -33,9 +42,20 @@ UNSUPPORTED = (
         f"set --worker-cls aclgraph_dispatch.integrations.cpu.DispatchWorker, {_OFF}",
     ),
     Unsupported(
-        "this method of speculative decoding",
+        "speculative decoding by the method",
         lambda c: c.speculative_config is not None and c.speculative_config.method not in METHODS,
         f"use one of {', '.join(METHODS)}, {_OFF}",
+        lambda c: c.speculative_config.method,
+    ),
+    Unsupported(
+        # Its drafter fails in vLLM's CPU attention, with graphs or without.
+        "a draft model with or for multi-head latent attention",
+        lambda c: (
+            c.speculative_config is not None
+            and c.speculative_config.method == "draft_model"
+            and (c.model_config.use_mla or c.speculative_config.draft_model_config.use_mla)
+        ),
+        "use method ngram, or drop it",
     ),
     Unsupported(
         "parallel drafting",
@@ -91,6 +111,6 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
     Raises:
         ConfigError: There are some; the message names each with its remedy.
     """
-    found = [f"not supported with graphs: {u.name}; {u.remedy}" for u in UNSUPPORTED if u.is_used(vllm_config)]
+    found = [u.refusal(vllm_config) for u in UNSUPPORTED if u.is_used(vllm_config)]
     if found:
         raise ConfigError("aclgraph-dispatch: " + "; ".join(found))

@@ -103,7 +103,13 @@ class DispatchMixin(Runner):
                 for backend in backends
             ),
         )
+        # vLLM would round these to whole requests, or give up where it cannot; ours are planned.
+        sizes, self.compilation_config.cudagraph_capture_sizes = (
+            self.compilation_config.cudagraph_capture_sizes,
+            [],
+        )
         super()._check_and_update_cudagraph_mode(attention_backends, kv_cache_groups, *args, **kwargs)
+        self.compilation_config.cudagraph_capture_sizes = sizes
         for classifier in self._classifiers.values():
             classifier.extend_equals_decode = self.cudagraph_dispatcher.traits.extend_equals_decode
 

@@ -6,6 +6,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from aclgraph_dispatch import POLICIES, CapturePlan, RuntimeMode
+from aclgraph_dispatch.config import DispatchConfig
 from aclgraph_dispatch.policy import modes_used
 from aclgraph_dispatch.pool import GraphPool
 from aclgraph_dispatch.records import StepRecords
@@ -89,12 +90,14 @@ def log_plan(
     modes = modes_used(POLICIES[core.policy])
     covered = max(core.plan.full_sizes, default=0) // core.query_len
     if RuntimeMode.FULL in modes and covered < core.max_num_seqs:
+        wanted = core.max_num_seqs * core.query_len
+        threshold = DispatchConfig.load(dispatcher.vllm_config.additional_config).threshold
+        is_capped = threshold is not None and threshold < wanted
         logger.warning(
-            "no FULL graph holds a decode batch of more than %d requests, up to %d can be scheduled: add %d to "
-            "full_sizes",
+            "no FULL graph holds a decode batch of more than %d requests, up to %d can be scheduled: %s",
             covered,
             core.max_num_seqs,
-            core.max_num_seqs * core.query_len,
+            f"raise threshold to {wanted}" if is_capped else f"add {wanted} to full_sizes",
         )
     covered = max(core.plan.piecewise_sizes, default=0)
     if RuntimeMode.PIECEWISE in modes and covered < max_num_batched_tokens:

@@ -96,8 +96,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "method of speculation": (
         {"policy": "full_and_piecewise"},
         {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-        "aclgraph-dispatch: not supported with graphs: this method of speculative decoding; use one of ngram, "
-        f"draft_model, {OFF}",
+        "aclgraph-dispatch: not supported with graphs: speculative decoding by the method 'ngram_gpu'; use one of "
+        f"ngram, draft_model, {OFF}",
     ),
     "pipeline parallelism": (
         {},

@@ -235,7 +235,13 @@ def test_role(tag: str | None, role: str) -> None:
     assert role == role_of(piece)
 
 
-SPECULATION = {"method": "draft_model", "parallel_drafting": False, "has_inner_state": False}
+SPECULATION = {
+    "method": "draft_model",
+    "parallel_drafting": False,
+    "has_inner_state": False,
+    "use_mla": False,
+    "draft_model_config": SimpleNamespace(use_mla=False),
+}
 
 
 @pytest.mark.parametrize(
@@ -243,7 +249,13 @@ SPECULATION = {"method": "draft_model", "parallel_drafting": False, "has_inner_s
     [
         ({}, set()),
         ({"method": "ngram"}, set()),
-        ({"method": "medusa"}, {"this method of speculative decoding"}),
+        ({"method": "medusa"}, {"speculative decoding by the method"}),
+        ({"use_mla": True}, {"a draft model with or for multi-head latent attention"}),
+        (
+            {"draft_model_config": SimpleNamespace(use_mla=True)},
+            {"a draft model with or for multi-head latent attention"},
+        ),
+        ({"method": "ngram", "use_mla": True}, set()),
         ({"parallel_drafting": True}, {"parallel drafting"}),
         ({"has_inner_state": True}, {"speculative decoding of recurrent and hybrid models"}),
     ],
