@@ -16,7 +16,7 @@ DECISIONS = 200
 SIZES = (1, 8, 64, 256, 512)
 
 OVERSIZED = "oversized"
-LIMITS = {OVERSIZED: 6.0}
+LIMITS = {OVERSIZED: 4.0}
 """
 The most that our time may be of vLLM's, if not 1. Of a step with more tokens than any graph has vLLM need not know
 more. We say what it was, and whether its decodes could run apart; it takes many milliseconds.
