@@ -96,7 +96,7 @@ class ScheduledStep:
         Tokens that each request samples if no draft is accepted: one, or none while its prompt is not done.
         """
         ends = self.num_computed + self.num_scheduled - self.num_drafts
-        return (ends >= self.num_known).astype(np.int32).tolist()  # type: ignore[no-any-return]
+        return (ends >= self.num_known).astype(np.int32).tolist()
 
 
 @attrs.frozen

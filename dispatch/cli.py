@@ -1,6 +1,7 @@
 """The command line. Bad input ends with one error and exit code 2."""
 
 import json
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,20 @@ class _UserError(click.ClickException):
     exit_code = 2
 
 
+_ELSEWHERE = {"bench": "aclgraph_dispatch.bench.commands"}
+"""Commands that are imported when they are asked for, by module."""
+
+
 class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_ELSEWHERE])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = getattr(import_module(_ELSEWHERE[cmd_name]), cmd_name)
+        return command
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)

@@ -1,0 +1,60 @@
+"""How long a simulated step takes by a cost model; see `simulate.StepTimer`."""
+
+import attrs
+
+from aclgraph_dispatch.cost_model import Cost, StepLoad, StepTime
+from aclgraph_dispatch.step_plan import Part, RuntimeMode
+
+from .scheduling import ScheduledStep
+
+
+def step_load(step: ScheduledStep) -> StepLoad:
+    """
+    What a cost model wants to know of a step besides its number of tokens.
+
+    A decode with drafts reads its context once for all its tokens. A prompt's last token is a chunk of one.
+    """
+    num_reqs = len(step.requests)
+    if not num_reqs:
+        return StepLoad()
+    is_decode = (step.num_computed >= step.num_prompt) & (step.num_scheduled - step.num_drafts == 1)
+    num_decodes = int(is_decode.sum())
+    if num_decodes == num_reqs:
+        context = int(step.num_computed.sum()) + int(step.num_scheduled.sum())
+        return StepLoad(num_decodes, context, num_sampled=num_reqs)
+    context = int(step.num_computed[is_decode].sum()) + int(step.num_scheduled[is_decode].sum())
+    chunks = step.num_scheduled[~is_decode].astype(float)
+    pairs = float((chunks * (step.num_computed[~is_decode] + (chunks + 1) / 2)).sum())
+    return StepLoad(num_decodes, context, int(chunks.sum()), pairs, num_reqs)
+
+
+@attrs.frozen
+class CostTimer:
+    """
+    Times from a cost model.
+
+    Args:
+        cost: The model.
+    """
+
+    cost: Cost
+
+    def __call__(self, step: ScheduledStep, part: Part) -> StepTime:
+        return self.cost.times(part.mode, part.num_padded_tokens, step_load(step))
+
+
+@attrs.frozen
+class OracleTimer:
+    """
+    Times of a device that never waits for its host, without padding: no way to meet graphs is faster.
+
+    Args:
+        cost: The model.
+    """
+
+    cost: Cost
+
+    def __call__(self, step: ScheduledStep, part: Part) -> StepTime:
+        # Of the modes, eager attention is never the slower one on the device.
+        time = self.cost.times(RuntimeMode.NONE, part.num_tokens or 1, step_load(step))
+        return StepTime(0.0, 0.0, 0.0, 0.0, time.device_seconds, time.sample_seconds)
