@@ -1,8 +1,8 @@
 """
 A real vLLM run as LLMServingSim's benchmark leaves it: a directory with the engine's settings and every request.
 
-`meta.json` holds the settings, `requests.jsonl` lengths and times of every request, and `blocks.jsonl.gz`, if there,
-the numbers of each prompt's blocks: equal numbers are equal prefixes.
+`meta.json` holds the settings, `requests.jsonl` lengths and times of every request, and `blocks.jsonl.gz`, which
+may be missing, the numbers of each prompt's blocks: equal numbers are equal prefixes.
 """
 
 import gzip
@@ -86,6 +86,13 @@ def read_run(directory: Path) -> RealRun:
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
                 where = f"{directory / 'requests.jsonl'}, line {line}, {name}"
                 raise TraceError(f"{where}: must be a finite number: {value!r}")
+        for name in ("input_toks", "output_toks"):
+            if row[name] < 1:
+                where = f"{directory / 'requests.jsonl'}, line {line}, {name}"
+                raise TraceError(f"{where}: must be >= 1: {row[name]!r}")
+        if not row["queued_ts"] <= row["first_token_ts"] <= row["last_token_ts"]:
+            where = f"{directory / 'requests.jsonl'}, line {line}"
+            raise TraceError(f"{where}: its times must ascend: queued_ts, first_token_ts, last_token_ts")
     # One clock is the wall's, the other the engine's; the request that was taken in fastest tells them apart.
     offset = min(row["queued_ts"] - row["arrival_time"] for row in rows)
     start = min(row["arrival_time"] for row in rows) + offset
