@@ -109,6 +109,7 @@ def compare_command(
     """
     case = _case(fields)
     names = _names(policies)
+    _check_folders(html, json_path, timeline)
     with _Progress(len(names)) as done:
         document = compare(case, names, jobs=jobs, on_done=lambda _name: done(1), command=_command())
     if html is not None:
@@ -221,6 +222,14 @@ def _first(axis: str, values: Sequence[Any]) -> Any:
     if not values:
         raise ConfigError(f"'--{axis}s' must name at least one {axis}")
     return values[0]
+
+
+def _check_folders(*paths: Path | None) -> None:
+    # Before minutes of work, not after.
+    for path in paths:
+        if path is not None and not os.access(path.parent, os.W_OK):
+            msg = f"{path} cannot be written: its folder is missing or may not be written to; name another"
+            raise ConfigError(msg)
 
 
 def _need_vllm() -> None:

@@ -40,7 +40,8 @@ def metrics(simulation: Simulation, *, slo_ttft_ms: float, slo_tpot_ms: float, s
     return of_requests | {
         "num_steps": len(steps),
         "num_preemptions": simulation.num_preemptions,
-        "device_idle_share": 1 - busy / total,
+        # Of a device that is never idle rounding can make it -0.
+        "device_idle_share": max(1 - busy / total, 0.0),
         "padding_share": paddings / padded,
         "route_shares": {mode.name: float(is_mode.mean()) for mode, is_mode in by_mode.items()},
         "time_shares": {mode.name: float(seconds[is_mode].sum() / total) for mode, is_mode in by_mode.items()},

@@ -10,8 +10,7 @@ _COLUMNS: tuple[tuple[str, str, int, Callable[[Mapping[str, Any]], float | None]
     ("", "p99", 10, lambda m: m["ttft_ms"]["p99"]),
     ("good", "%", 7, lambda m: 100 * m["goodput_share"]),
     ("tokens", "/s", 9, lambda m: m["output_tokens_per_second"]),
-    # Of a device that is never idle rounding can make it -0.
-    ("idle", "%", 7, lambda m: abs(100 * m["device_idle_share"])),
+    ("idle", "%", 7, lambda m: 100 * m["device_idle_share"]),
     ("pad", "%", 6, lambda m: 100 * m["padding_share"]),
     ("FULL", "%", 7, lambda m: 100 * m["route_shares"]["FULL"]),
     ("PIECE", "%", 7, lambda m: 100 * m["route_shares"]["PIECEWISE"]),

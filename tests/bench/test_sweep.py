@@ -1,0 +1,94 @@
+import json
+
+import pytest
+
+from aclgraph_dispatch.bench import sweep as sweep_module
+from aclgraph_dispatch.bench.compare import Case, compare
+from aclgraph_dispatch.bench.sweep import grid, sweep
+from aclgraph_dispatch.errors import ConfigError
+
+CASE = Case(trace="azure-conv", model="qwen2.5-7b", device="ascend-910b", limit=20, is_fast=True)
+AXES = {"trace": ["azure-conv", "sharegpt"], "rate": [1.0, 2.0]}
+
+
+def test_grid_is_the_product():
+    """
+    A grid holds each combination once, the last axis changing fastest.
+    """
+    assert [("azure-conv", 1.0), ("azure-conv", 2.0), ("sharegpt", 1.0), ("sharegpt", 2.0)] == [
+        (case.trace, case.rate) for case in grid(CASE, AXES)
+    ]
+
+
+def test_sweep_is_its_comparisons(tmp_path):
+    """
+    A sweep's documents are those of the single comparisons.
+    """
+    cases = grid(CASE, AXES)
+
+    assert [compare(case, ["eager", "oracle"]) for case in cases] == sweep(cases, ["eager", "oracle"], tmp_path)
+
+
+def test_sweep_goes_on(tmp_path, monkeypatch):
+    """
+    What is there is not computed again; a broken file, another case and another contender are.
+    """
+    computed = []
+    run_all = sweep_module.run_all
+    monkeypatch.setattr(
+        sweep_module, "run_all", lambda tasks, *, jobs: computed.append(len(tasks)) or run_all(tasks, jobs=jobs)
+    )
+    cases = grid(CASE, AXES)
+    first = sweep(cases[:2], ["eager"], tmp_path)
+    broken = sorted(tmp_path.iterdir())[0]
+    broken.write_text(broken.read_text()[:100])
+    counts = []
+    second = sweep(cases, ["eager", "oracle"], tmp_path, on_done=counts.append)
+
+    assert [2, 7] == computed
+    assert first == [{**d, "contenders": d["contenders"][:1]} for d in second[:2]]
+    assert [1, *[1] * 7] == counts
+    assert second == sweep(cases, ["eager", "oracle"], tmp_path)
+    assert 0 == computed[-1]
+
+
+def test_same_requests_from_another_file(tmp_path, monkeypatch):
+    """
+    Results are found again by the requests, not by where their file lies.
+    """
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("arrival_ms,prompt_tokens,output_tokens\n0,10,5\n7,20,5\n")
+    cases = grid(CASE, {"trace": [str(tmp_path / "a.csv")]})
+    sweep(cases, ["eager"], tmp_path / "out")
+    monkeypatch.setattr(sweep_module, "run_all", lambda tasks, *, jobs: iter([] if not tasks else [1 / 0]))
+
+    [document] = sweep(grid(CASE, {"trace": [str(tmp_path / "b.csv")]}), ["eager"], tmp_path / "out")
+    assert "b.csv" == document["trace"]["name"]
+
+
+def test_nothing_half_written(tmp_path, monkeypatch):
+    """
+    A sweep that is stopped while it writes leaves no broken result.
+    """
+    dump = json.dump
+
+    def stopped(value, file, **options):
+        file.write('{"metrics": ')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep_module.json, "dump", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        sweep([CASE], ["eager"], tmp_path)
+    assert [] == list(tmp_path.iterdir())
+
+    monkeypatch.setattr(sweep_module.json, "dump", dump)
+    assert 1 == len(sweep([CASE], ["eager"], tmp_path))
+
+
+def test_folder_that_cannot_be(tmp_path):
+    """
+    A folder that is a file is an error.
+    """
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be a folder for results"):
+        sweep([CASE], ["eager"], tmp_path / "file")

@@ -1,0 +1,35 @@
+from aclgraph_dispatch.bench.table import table
+
+
+def test_table_holds_the_figures():
+    """
+    Each contender has a row with its name and figures; what does not exist is a dash.
+    """
+    contender = {
+        "name": "eager",
+        "metrics": {
+            "tpot_ms": {"mean": None, "p99": None},
+            "ttft_ms": {"mean": 12.34, "p99": 99.96},
+            "goodput_share": 0.5,
+            "output_tokens_per_second": 1000.0,
+            "device_idle_share": 0.0,
+            "padding_share": 0.125,
+            "route_shares": {"FULL": 0.0, "PIECEWISE": 0.25, "NONE": 0.75},
+            "capture_seconds": 0.0,
+        },
+    }
+    lines = table(
+        {
+            "trace": {"num_requests": 3, "name": "t.csv"},
+            "settings": {"rate": 2.0, "scheduler": "fast"},
+            "model": {"name": "m"},
+            "device": {"name": "d"},
+            "contenders": [contender],
+        }
+    ).splitlines()
+
+    assert "3 requests of t.csv at rate 2, m on d, scheduler fast" == lines[0]
+    assert ["eager", "-", "-", "12.3", "100.0", "50.0", "1000.0", "0.0", "12.5", "0.0", "25.0", "75.0", "0.0"] == (
+        lines[-1].split()
+    )
+    assert 1 == len({len(line) for line in lines[2:]})
