@@ -24,28 +24,25 @@ _PATH = click.Path(path_type=Path)
 _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
-class _Listed(click.ParamType):
+def _listed(
+    convert: Callable[[str], Any] = str,
+) -> Callable[[click.Context, click.Parameter, str], tuple[Any, ...]]:
     """
-    Values with commas between them.
+    The callback of an option that takes values with commas between them.
     """
 
-    name = "a,b,..."
-
-    def __init__(self, convert: Callable[[str], Any] = str) -> None:
-        self._convert = convert
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
+    def values(ctx: click.Context, param: click.Parameter, text: str) -> tuple[Any, ...]:
         try:
-            return tuple(self._convert(part.strip()) for part in value.split(",") if part.strip())
+            return tuple(convert(part.strip()) for part in text.split(",") if part.strip())
         except ValueError:
-            self.fail(f"must be numbers with commas between them: {value!r}", param, ctx)
+            raise click.BadParameter(f"must be numbers with commas between them: {text!r}", ctx, param) from None
+
+    return values
 
 
 _POSITIVE = click.IntRange(min=1)
 _SHARED_OPTIONS = (
-    click.option("--policies", type=_Listed(), default="all", show_default=True, help=", ".join(CONTENDERS)),
+    click.option("--policies", callback=_listed(), default="all", show_default=True, help=", ".join(CONTENDERS)),
     click.option(
         "--start", "start_seconds", type=click.FloatRange(min=0), default=0.0, help="Of the trace, in s."
     ),
@@ -126,10 +123,10 @@ def compare_command(
 
 
 @bench.command("sweep")
-@click.option("--traces", type=_Listed(), required=True, help=f"Files, or presets: {', '.join(PRESETS)}.")
-@click.option("--models", type=_Listed(), required=True, help=f"{', '.join(catalogue('models'))}, or files.")
-@click.option("--devices", type=_Listed(), required=True, help=", ".join(catalogue("devices")))
-@click.option("--rates", type=_Listed(float), default="1", show_default=True)
+@click.option("--traces", callback=_listed(), required=True, help=f"Files, or presets: {', '.join(PRESETS)}.")
+@click.option("--models", callback=_listed(), required=True, help=f"{', '.join(catalogue('models'))}, or files.")
+@click.option("--devices", callback=_listed(), required=True, help=", ".join(catalogue("devices")))
+@click.option("--rates", callback=_listed(float), default="1", show_default=True)
 @_shared
 @click.option("--out", type=_PATH, required=True, help="Folder that keeps results.")
 @click.option("--html", "with_pages", is_flag=True, help="Write a page for each comparison into it.")

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from aclgraph_dispatch.cost_model import Cost, CostModel
+from aclgraph_dispatch.cost_model import CostModel
 from aclgraph_dispatch.device import Device
 from aclgraph_dispatch.errors import ConfigError
 from aclgraph_dispatch.model_shape import ModelShape, kv_blocks
@@ -200,7 +200,7 @@ def run_contender(case: Case, name: str) -> dict[str, Any]:
 
 def _simulate(case: Case, name: str, world: _World) -> Simulation:
     contender = CONTENDERS[name]
-    cost: Cost = CostModel(world.model, world.device, async_scheduling=case.async_scheduling)
+    cost = CostModel(world.model, world.device, async_scheduling=case.async_scheduling)
     requests = simulated_requests(
         world.trace.requests, block_size=world.settings.block_size, max_model_len=case.max_model_len
     )
