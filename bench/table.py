@@ -1,7 +1,9 @@
-"""A comparison as a table for a terminal."""
+"""Comparisons as tables, for a terminal and for Markdown."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from .contenders import ORACLE
 
 _COLUMNS: tuple[tuple[str, str, int, Callable[[Mapping[str, Any]], float | None]], ...] = (
     ("TPOT ms", "mean", 9, lambda m: m["tpot_ms"]["mean"]),
@@ -40,3 +42,36 @@ def table(document: Mapping[str, Any]) -> str:
 
 def _cell(value: float | None, width: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:>{width}.1f}"
+
+
+def markdown(documents: Sequence[Mapping[str, Any]]) -> str:
+    """
+    Mean TPOT and TTFT of several comparisons with the same contenders: a table for each model and device, a row
+    for each trace and rate. The best contender but the oracle is bold; one that rounds to the same is, too.
+    """
+    sections: list[str] = []
+    models = dict.fromkeys((d["model"]["name"], d["device"]["name"]) for d in documents)
+    for model, device in models:
+        for title, key in (("TPOT", "tpot_ms"), ("TTFT", "ttft_ms")):
+            rows = [d for d in documents if (d["model"]["name"], d["device"]["name"]) == (model, device)]
+            names = [contender["name"] for contender in rows[0]["contenders"]]
+            lines = [
+                f"**{model} on {device}: mean {title}, ms**",
+                "",
+                "| " + " | ".join(["trace", *names]) + " |",
+                "|" + "---|" * (len(names) + 1),
+            ]
+            for document in rows:
+                means = {c["name"]: _rounded(c["metrics"][key]["mean"]) for c in document["contenders"]}
+                best = min((means[name] for name in names if name != ORACLE), key=float)
+                cells = [f"**{m}**" if m == best and name != ORACLE else m for name, m in means.items()]
+                rate = document["settings"]["rate"]
+                trace = document["trace"]["name"].split(".")[0] + (f" x {rate:g}" if rate != 1 else "")
+                lines.append("| " + " | ".join([trace, *cells]) + " |")
+            sections.append("\n".join(lines))
+    return "\n\n".join(sections) + "\n"
+
+
+def _rounded(value: float | None) -> str:
+    # Three digits, but no fraction of a large number.
+    return "nan" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"

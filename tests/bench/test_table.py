@@ -1,4 +1,4 @@
-from aclgraph_dispatch.bench.table import table
+from aclgraph_dispatch.bench.table import markdown, table
 
 
 def test_table_holds_the_figures():
@@ -33,3 +33,34 @@ def test_table_holds_the_figures():
         lines[-1].split()
     )
     assert 1 == len({len(line) for line in lines[2:]})
+
+
+def test_markdown_marks_the_best():
+    """
+    A table for each model, a row for each trace; the best is bold, the oracle never is.
+    """
+
+    def document(trace: str, rate: float, means: dict[str, float]):
+        return {
+            "trace": {"name": trace},
+            "settings": {"rate": rate},
+            "model": {"name": "m"},
+            "device": {"name": "d"},
+            "contenders": [
+                {"name": name, "metrics": {"tpot_ms": {"mean": mean}, "ttft_ms": {"mean": 100 * mean}}}
+                for name, mean in means.items()
+            ],
+        }
+
+    lines = markdown(
+        [
+            document("a.csv.gz", 1.0, {"eager": 20.0, "legacy": 10.04, "to_budget": 10.01, "oracle": 9.0}),
+            document("b.csv", 2.0, {"eager": 11.0, "legacy": 12.0, "to_budget": 13.0, "oracle": 9.0}),
+        ]
+    ).splitlines()
+
+    assert "**m on d: mean TPOT, ms**" == lines[0]
+    assert "| trace | eager | legacy | to_budget | oracle |" == lines[2]
+    assert "| a | 20.0 | **10.0** | **10.0** | 9.0 |" == lines[4]
+    assert "| b x 2 | **11.0** | 12.0 | 13.0 | 9.0 |" == lines[5]
+    assert "| a | 2000 | 1004 | **1001** | 900.0 |" == lines[11]
