@@ -18,6 +18,7 @@ from .contenders import CONTENDERS
 from .files import whole_file
 from .sweep import grid, sweep
 from .synthetic import PRESETS
+from .table import markdown as to_markdown
 from .table import table
 
 _PATH = click.Path(path_type=Path)
@@ -129,6 +130,7 @@ def compare_command(
 @click.option("--rates", callback=_listed(float), default="1", show_default=True)
 @_shared
 @click.option("--out", type=_PATH, required=True, help="Folder that keeps results.")
+@click.option("--markdown", type=_PATH, help="Write tables of mean TPOT and TTFT.")
 @click.option("--html", "with_pages", is_flag=True, help="Write a page for each comparison into it.")
 def sweep_command(
     traces: Sequence[str],
@@ -139,6 +141,7 @@ def sweep_command(
     jobs: int,
     out: Path,
     with_pages: bool,
+    markdown: Path | None,
     **fields: Any,
 ) -> None:
     """
@@ -150,6 +153,7 @@ def sweep_command(
     first = _case(fields | {axis: _first(axis, values) for axis, values in axes.items()})
     names = _names(policies)
     cases = grid(first, axes)
+    _check_folders(markdown)
     with _Progress(len(cases) * len(names)) as done:
         documents = sweep(cases, names, out, jobs=jobs, on_done=done, command=_command())
     if with_pages:
@@ -158,6 +162,9 @@ def sweep_command(
         for number, document in enumerate(documents):
             title = "-".join((document["trace"]["name"].split(".")[0], document["model"]["name"]))
             write_report(document, out / f"{number:03}-{title}.html")
+    if markdown is not None:
+        with whole_file(markdown) as file:
+            file.write(to_markdown(documents))
     for document in documents:
         click.echo(table(document) + "\n")
     click.echo(json.dumps([without_series(document) for document in documents], allow_nan=False))
@@ -281,3 +288,79 @@ def _write_timeline(case: Case, name: str, path: Path) -> None:
         if step.rank == 0
     ]
     write_timeline(steps, path, name=name)
+
+
+@bench.command()
+@click.option("--trace", required=True, help=f"A file, or a preset: {', '.join(PRESETS)}.")
+@click.option("--model", required=True, help="gqa, mla, or a checkpoint's directory.")
+@click.option(
+    "--policies",
+    callback=_listed(),
+    default="stock,full_and_piecewise",
+    show_default=True,
+    help="stock (vLLM without us), or as in `compare`; the first is what the others are compared with.",
+)
+@click.option("--rounds", type=_POSITIVE, default=4, show_default=True, help="How often each serves the requests.")
+@click.option("--rate", type=float, default=1.0, show_default=True, help="How many times as fast requests arrive.")
+@click.option("--limit", type=_POSITIVE, help="The most requests.")
+@click.option(
+    "--scale-lengths/--no-scale-lengths",
+    "is_scaled",
+    default=None,
+    help="Divide the lengths for a model of a few layers; default: for gqa and mla.",
+)
+@click.option("--max-num-seqs", type=_POSITIVE, default=16, show_default=True)
+@click.option("--max-num-batched-tokens", type=_POSITIVE, default=512, show_default=True)
+@click.option("--max-model-len", type=click.IntRange(min=2), default=512, show_default=True)
+@click.option("--kv-cache-bytes", type=_POSITIVE, default=1 << 28, show_default=True, help="Of each server.")
+@click.option("--worker-cls", help="Our worker's class; default: the one for this machine's device.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Of the first server; default: any that are free.")
+@click.option("--slo-ttft-ms", type=click.FloatRange(min=0), default=2000.0, show_default=True)
+@click.option("--slo-tpot-ms", type=click.FloatRange(min=0), default=100.0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, (1 << 32) - 1), default=0, show_default=True)
+@click.option("--json", "json_path", type=_PATH, help="Write all figures.")
+@click.option("--keep", type=_PATH, help="A new folder for vLLM's result files and the servers' logs.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def live(
+    policies: Sequence[str], is_scaled: bool | None, json_path: Path | None, keep: Path | None, **fields: Any
+) -> None:
+    """
+    Serve policies with real vLLM on this machine and compare them: paired runs, requests in real time.
+
+    ARGUMENTS, after `--`, are passed on to all servers. The last line is a JSON object with all figures. The exit
+    code is 1 if a policy generates other texts than the first.
+    """
+    if find_spec("vllm") is None:
+        raise ConfigError("live runs need vLLM, which is not installed; in a checkout, `make demo` installs it")
+    from .checkpoints import MODELS
+    from .live import run_live
+    from .live_case import LiveCase
+    from .live_table import live_table, wrong_texts
+
+    case = LiveCase(is_scaled=fields["model"] in MODELS if is_scaled is None else is_scaled, **fields)
+    with _Progress(len(policies) * case.rounds) as done:
+        document = run_live(case, policies, keep=keep, on_done=lambda _name: done(1), command=_command())
+    click.echo(live_table(document))
+    click.echo(json.dumps(document, allow_nan=False))
+    if json_path is not None:
+        with whole_file(json_path) as file:
+            json.dump(document, file, allow_nan=False)
+    if wrong_texts(document):
+        raise SystemExit(1)
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Print nothing but the last line.")
+def anchors(as_json: bool) -> None:
+    """
+    Compare the cost model with published numbers.
+
+    The last line is JSON. It is a report: the exit code is 0 whatever it says.
+    """
+    from .anchors import describe, figures, results
+    from .published import ANCHORS
+
+    found = results(ANCHORS)
+    if not as_json:
+        click.echo(describe(found))
+    click.echo(json.dumps(figures(found), allow_nan=False))
