@@ -22,12 +22,13 @@ from aclgraph_dispatch.errors import ConfigError
 from aclgraph_dispatch.model_shape import ModelShape, kv_blocks
 
 from .acceptance import Acceptance
-from .contenders import CONTENDERS
+from .contenders import CONTENDERS, VLLM_DEFAULT
 from .ladders import Limits
+from .metrics import paired_ratio
 from .requests import simulated_requests
 from .scheduling import Scheduler, SchedulerSettings
 from .simulate import Simulation, simulate
-from .summary import metrics, series
+from .summary import metrics, per_request, series
 from .synthetic import PRESETS, synthetic_requests
 from .timers import CostTimer, OracleTimer
 from .traces import Trace, load, scaled, sliced
@@ -195,6 +196,7 @@ def run_contender(case: Case, name: str) -> dict[str, Any]:
         "metrics": of_steps
         | {"capture_seconds": cost.capture_seconds(plan), "streams": cost.streams(plan), "graphs": num_graphs},
         "series": series(simulation),
+        "per_request": per_request(simulation),
     }
 
 
@@ -316,8 +318,25 @@ def document(case: Case, contenders: Sequence[Mapping[str, Any]], command: str) 
         "slo": {"ttft_ms": case.slo_ttft_ms, "tpot_ms": case.slo_tpot_ms},
         "seed": case.seed,
         "versions": {"aclgraph-dispatch": version("aclgraph-dispatch"), "numpy": np.__version__, "vllm": _vllm()},
-        "contenders": list(contenders),
+        "contenders": [_against_default(contender, contenders, case.seed) for contender in contenders],
     }
+
+
+def _against_default(
+    contender: Mapping[str, Any], contenders: Sequence[Mapping[str, Any]], seed: int
+) -> dict[str, Any]:
+    """
+    A contender with the ratios of its latencies by those of vLLM's default, request by request, if that is there.
+    """
+    default = next((c["per_request"] for c in contenders if c["name"] == VLLM_DEFAULT), None)
+    ratios = None
+    if default is not None:
+        ratios = {
+            name: paired_ratio(np.array(contender["per_request"][name]), np.array(theirs), seed=seed)
+            for name, theirs in default.items()
+            if sum(theirs)
+        }
+    return {key: value for key, value in contender.items() if key != "per_request"} | {"versus_default": ratios}
 
 
 def _vllm() -> str | None:

@@ -18,6 +18,8 @@ from aclgraph_dispatch.dispatcher import Dispatcher
 from .ladders import LADDERS, Limits
 
 ORACLE = "oracle"
+VLLM_DEFAULT = "full_and_piecewise"
+"""What vLLM does by itself, with the sizes that it captures."""
 
 
 @attrs.frozen
@@ -70,7 +72,7 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         "eager": Contender("eager"),
         "piecewise": Contender("piecewise"),
         "full_decode_only": Contender("full_decode_only"),
-        "full_and_piecewise": Contender("full_and_piecewise"),
+        VLLM_DEFAULT: Contender("full_and_piecewise"),
         "legacy": Contender("full_and_piecewise", "legacy"),
         "exponential": Contender("full_and_piecewise", "exponential"),
         "powers_of_two": Contender("full_and_piecewise", "powers_of_two"),
@@ -79,4 +81,3 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         ORACLE: Contender("eager", is_oracle=True),
     }
 )
-"""`full_and_piecewise` is what vLLM does by default."""

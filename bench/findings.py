@@ -115,7 +115,8 @@ def _finding(
         tied = "All" if len(names) == len(known) else "A tie:"
         sentences.append(f"{tied} {len(names)} contenders are equal within {100 * TIE:g} %.")
     defaults = [c["name"] for c in contenders if (c["policy"], c["ladder"]) == VLLM_DEFAULT]
-    sentences += [_against_default(best, names, default, known.get(default), unit) for default in defaults]
+    ratio = _paired_ratio(contenders, names[0], keys)
+    sentences += [_against_default(best, names, default, known.get(default), unit, ratio) for default in defaults]
     if not defaults:
         sentences.append("vLLM's default is not among the contenders.")
     if oracle:
@@ -123,11 +124,24 @@ def _finding(
     else:
         sentences.append("There is no oracle to compare with.")
     if keys[-1] == "mean":
-        sentences += _certainty(best, {name: known[name] for name in known if name not in names}, unit)
+        # In pairs more can be said than by intervals of their own.
+        others = {} if ratio.has_interval else {name: known[name] for name in known if name not in names}
+        sentences += _certainty(best, others, unit)
     return Finding(goal, names, f"{digits(best.value)} {unit}", (*sentences, *notes))
 
 
-def _against_default(best: Estimate, names: tuple[str, ...], default: str, its: Estimate | None, unit: str) -> str:
+def _paired_ratio(contenders: Sequence[Mapping[str, Any]], name: str, keys: tuple[str, ...]) -> Estimate:
+    """
+    The ratio of a contender's mean by that of vLLM's default over the same requests, where the document has it.
+    """
+    [ratios] = [c.get("versus_default") or {} for c in contenders if c["name"] == name]
+    ratio = ratios.get(keys[0]) or {}
+    return Estimate(*(number(ratio.get(key)) for key in ("ratio", "low", "high")))
+
+
+def _against_default(
+    best: Estimate, names: tuple[str, ...], default: str, its: Estimate | None, unit: str, ratio: Estimate
+) -> str:
     """
     How the best, reached by *names*, compares with vLLM's default.
     """
@@ -135,7 +149,12 @@ def _against_default(best: Estimate, names: tuple[str, ...], default: str, its: 
         return "vLLM's default is among the best." if len(names) > 1 else "This is vLLM's default."
     if its is None:
         return "vLLM's default has no value."
-    chance = "; their intervals overlap, so that this may be chance" if best.overlaps(its) else ""
+    if ratio.has_interval:
+        low, high = (f"{100 * (bound - 1):+.2g} %" for bound in (ratio.low, ratio.high))
+        chance = f"; over the same requests {low} to {high}"
+        chance += ", so that this may be chance" if ratio.low <= 1 <= ratio.high else ""
+    else:
+        chance = "; their intervals overlap, so that this may be chance" if best.overlaps(its) else ""
     return f"{_compare(best.value, its.value)} vLLM's default ({digits(its.value)} {unit}){chance}."
 
 

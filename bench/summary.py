@@ -71,6 +71,18 @@ def series(simulation: Simulation) -> dict[str, Any]:
     }
 
 
+def per_request(simulation: Simulation) -> dict[str, list[float]]:
+    """
+    Latencies of each request in milliseconds, in order of arrival, for comparisons in pairs. Of a request of one
+    token the TPOT is 0.
+    """
+    arrivals = simulation.arrival_seconds
+    first, last = (np.array([times[i] for times in simulation.token_seconds]) for i in (0, -1))
+    gaps = np.array([max(len(times) - 1, 1) for times in simulation.token_seconds])
+    values = {"ttft_ms": first - arrivals, "tpot_ms": (last - first) / gaps, "e2el_ms": last - arrivals}
+    return {name: (1e3 * seconds).tolist() for name, seconds in values.items()}
+
+
 def _counts(
     steps: Sequence[StepRecord], values: npt.NDArray[np.float64], edges: npt.NDArray[np.float64]
 ) -> dict[str, list[int]]:

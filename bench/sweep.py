@@ -91,4 +91,4 @@ def _read(path: Path) -> dict[str, Any] | None:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return result if isinstance(result, dict) and result.keys() >= {"metrics", "series"} else None
+    return result if isinstance(result, dict) and result.keys() >= {"metrics", "series", "per_request"} else None

@@ -146,3 +146,16 @@ def test_unknown_contender(names, message):
     """
     with pytest.raises(ConfigError, match=message):
         compare(CASE, names)
+
+
+def test_ratios_by_the_default(document):
+    """
+    Each contender's latencies are compared with those of vLLM's default over the same requests.
+    """
+    by_name = {c["name"]: c for c in document["contenders"]}
+    ratio = by_name["eager"]["versus_default"]["tpot_ms"]
+
+    assert {"ratio": 1.0, "low": 1.0, "high": 1.0} == by_name["full_and_piecewise"]["versus_default"]["tpot_ms"]
+    assert 1 < ratio["low"] < ratio["ratio"] < ratio["high"]
+    assert "per_request" not in by_name["eager"]
+    assert compare(CASE, ["eager"])["contenders"][0]["versus_default"] is None

@@ -212,3 +212,34 @@ def test_all_within_limits(share: float | None) -> None:
     compared["contenders"][0]["metrics"]["goodput_share"] = share
 
     assert (share == 1) == ("All requests of all contenders do" in findings(compared)[2].sentences[-1])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (0.96, 0.99, "over the same requests -4 % to -1 %."),
+        (0.96, 1.01, "over the same requests -4 % to +1 %, so that this may be chance."),
+    ],
+)
+def test_pairs_say_more(low: float, high: float, words: str) -> None:
+    """
+    Where the ratio over the same requests is known, it says whether the default may be as good.
+    """
+    compared = document()
+    template = compared["contenders"][3]
+    tpot = template["metrics"]["tpot_ms"] | {"mean": 20.0, "mean_low": 18.0, "mean_high": 22.0}
+    better = tpot | {"mean": 19.5}
+    compared["contenders"] = [
+        template | {"name": "default", "metrics": template["metrics"] | {"tpot_ms": tpot}},
+        template
+        | {
+            "name": "ours",
+            "policy": "ours",
+            "metrics": template["metrics"] | {"tpot_ms": better},
+            "versus_default": {"tpot_ms": {"ratio": 0.975, "low": low, "high": high}},
+        },
+    ]
+    finding = findings(compared)[0]
+
+    assert f"2.50 % below vLLM's default (20.00 ms); {words}" == finding.sentences[0]
+    assert "Its interval, 18.00 to 22.00 ms." == finding.sentences[-1]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aclgraph_dispatch.bench.metrics import FEWEST_REQUESTS, mean_interval, request_metrics
+from aclgraph_dispatch.bench.metrics import FEWEST_REQUESTS, mean_interval, paired_ratio, request_metrics
 
 FloatArray = npt.NDArray[np.float64]
 SLO = {"slo_ttft_ms": 300.0, "slo_tpot_ms": 50.0}
@@ -230,3 +230,37 @@ def test_values_of_a_request_stay_together() -> None:
     often = mean_interval(np.repeat(values, 50), np.repeat(np.arange(60), 50))
 
     assert pytest.approx(once) == often
+
+
+def test_paired_ratio_is_sharper() -> None:
+    """
+    Of requests that differ much more than two runs of them do, the ratio is known much better than the means.
+    """
+    rng = np.random.default_rng(0)
+    theirs = rng.lognormal(3, 1, 500)
+    ours = theirs * rng.normal(0.98, 0.005, 500)
+    found = paired_ratio(ours, theirs)
+    low, high = mean_interval(theirs, np.arange(500))
+
+    assert ours.sum() / theirs.sum() == pytest.approx(found["ratio"])
+    assert found["low"] < 0.98 < found["high"] < 1
+    assert found["high"] - found["low"] < 0.002
+    assert (high - low) / theirs.mean() > 0.1
+
+
+def test_paired_ratio_of_few() -> None:
+    """
+    Of fewer requests than bear an interval there is a ratio only.
+    """
+    found = paired_ratio(np.array([1.0, 3.0]), np.array([2.0, 2.0]))
+
+    assert {"ratio": 1.0, "low": None, "high": None} == found
+
+
+def test_paired_ratio_of_equals() -> None:
+    """
+    A run against itself has the ratio 1 without doubt.
+    """
+    values = np.arange(1.0, 101.0)
+
+    assert {"ratio": 1.0, "low": 1.0, "high": 1.0} == paired_ratio(values, values)

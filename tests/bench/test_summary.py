@@ -3,7 +3,7 @@ import pytest
 
 from aclgraph_dispatch import Batch, BatchKind, CapturePlan, Dispatcher
 from aclgraph_dispatch.bench.simulate import Simulation, StepRecord
-from aclgraph_dispatch.bench.summary import metrics, series
+from aclgraph_dispatch.bench.summary import metrics, per_request, series
 from aclgraph_dispatch.cost_model import StepTime
 
 
@@ -53,3 +53,12 @@ def test_series_count_every_step(simulation):
     assert 6.5 == found["routes_over_time"]["edges_seconds"][-1]
     assert found["step_ms"]["edges_ms"][0] <= 1500
     assert found["step_ms"]["edges_ms"][-1] >= 3500
+
+
+def test_per_request_in_order(simulation):
+    """
+    Each request's latencies, in milliseconds; a single token has a TPOT of 0.
+    """
+    assert {"ttft_ms": [3500.0, 5000.0], "tpot_ms": [3000.0, 0.0], "e2el_ms": [6500.0, 5000.0]} == per_request(
+        simulation
+    )
