@@ -278,6 +278,11 @@ def _world(case: Case) -> _World:
             f"'max_model_len' must fit into the KV cache of {num_blocks} blocks, "
             f"{(num_blocks - 1) * settings.block_size} tokens: {case.max_model_len}; lower it"
         )
+    if case.max_num_batched_tokens <= case.num_spec_tokens:
+        raise ConfigError(
+            f"'max_num_batched_tokens' must hold a decode with its drafts, {1 + case.num_spec_tokens} tokens: "
+            f"{case.max_num_batched_tokens}"
+        )
     limits = Limits(
         case.max_num_seqs,
         case.max_num_batched_tokens,

@@ -38,7 +38,7 @@ class VllmScheduler:
     """
     The scheduler of vLLM, the asynchronous one where the settings say so; see `scheduling.Scheduler`.
 
-    Drafts are counted as an n-gram drafter's or an MTP head's: they take no slots of the batch besides their own.
+    Drafts are an n-gram drafter's: they take no slots of a step and no blocks besides their own.
 
     Args:
         settings: Its settings.

@@ -117,6 +117,11 @@ def test_every_case_serves_all_requests(name, is_async, num_spec_tokens, ranks, 
             "'max_model_len' must fit into the KV cache of 100 blocks, 1584",
         ),
         ({"model": "qwen3-235b-a22b", "device": "ascend-910c", "num_blocks": None}, None, ""),
+        (
+            {"num_spec_tokens": 3, "max_num_batched_tokens": 3},
+            ConfigError,
+            "must hold a decode with its drafts, 4 tok",
+        ),
         ({"max_model_len": 2}, ConfigError, "'max_model_len' must be above the shortest prompt"),
     ],
 )
