@@ -82,7 +82,7 @@ def bench() -> None:
 @bench.command("compare")
 @click.option("--trace", required=True, help=f"A file, or a preset: {', '.join(PRESETS)}.")
 @click.option("--model", required=True, help=f"{', '.join(catalogue('models'))}, or a config.json.")
-@click.option("--device", type=click.Choice(list(catalogue("devices"))), required=True)
+@click.option("--device", required=True, help=f"{', '.join(catalogue('devices'))}, or a calibration's file.")
 @click.option("--rate", type=float, default=1.0, show_default=True, help="How many times as fast requests arrive.")
 @_shared
 @click.option("--html", type=_PATH, help="Write a page with plots.")
@@ -126,7 +126,7 @@ def compare_command(
 @bench.command("sweep")
 @click.option("--traces", callback=_listed(), required=True, help=f"Files, or presets: {', '.join(PRESETS)}.")
 @click.option("--models", callback=_listed(), required=True, help=f"{', '.join(catalogue('models'))}, or files.")
-@click.option("--devices", callback=_listed(), required=True, help=", ".join(catalogue("devices")))
+@click.option("--devices", callback=_listed(), required=True, help=f"{', '.join(catalogue('devices'))}, or files.")
 @click.option("--rates", callback=_listed(float), default="1", show_default=True)
 @_shared
 @click.option("--out", type=_PATH, required=True, help="Folder that keeps results.")

@@ -16,21 +16,22 @@ from typing import Any
 import attrs
 import numpy as np
 
+from aclgraph_dispatch.calibration import Calibration
 from aclgraph_dispatch.cost_model import CostModel
 from aclgraph_dispatch.device import Device
 from aclgraph_dispatch.errors import ConfigError
 from aclgraph_dispatch.model_shape import ModelShape, kv_blocks
 
 from .acceptance import Acceptance
-from .contenders import CONTENDERS, VLLM_DEFAULT
+from .contenders import CONTENDERS, VLLM_DEFAULT, Contender
 from .ladders import Limits
 from .metrics import paired_ratio
 from .requests import simulated_requests
 from .scheduling import Scheduler, SchedulerSettings
-from .simulate import Simulation, simulate
+from .simulate import Simulation, StepTimer, simulate
 from .summary import metrics, per_request, series
 from .synthetic import PRESETS, synthetic_requests
-from .timers import CostTimer, OracleTimer
+from .timers import CalibratedTimer, CostTimer, OracleTimer
 from .traces import Trace, load, scaled, sliced
 
 SYNTHETIC_REQUESTS = 1000
@@ -49,7 +50,7 @@ class Case:
     Args:
         trace: A trace's file, or the name of a synthetic preset.
         model: A name in the catalogue, or the file of a model's `config.json`.
-        device: A name in the catalogue.
+        device: A name in the catalogue, or a file that `calibrate` wrote, of the same model.
         rate: How many times as fast requests arrive.
         start_seconds: Where a slice of the trace starts.
         end_seconds: Where it ends; None for the trace's end.
@@ -99,7 +100,7 @@ class _World:
 
     trace: Trace
     model: ModelShape
-    device: Device
+    cost: CostModel | Calibration
     settings: SchedulerSettings
     limits: Limits
 
@@ -112,7 +113,8 @@ def simulate_case(case: Case, name: str) -> Simulation:
         ConfigError: The case or the contender is not possible.
         TraceError: The trace cannot be read.
     """
-    return _simulate(case, name, _world(case))
+    world = _world(case)
+    return _simulate(case, name, world, _timer(world.cost, CONTENDERS[name]))
 
 
 def compare(
@@ -181,10 +183,10 @@ def run_contender(case: Case, name: str) -> dict[str, Any]:
     One contender's part of the document.
     """
     world = _world(case)
-    simulation = _simulate(case, name, world)
+    timer = _timer(world.cost, CONTENDERS[name])
+    simulation = _simulate(case, name, world, timer)
     contender = CONTENDERS[name]
     plan = contender.plan(world.limits)
-    cost = CostModel(world.model, world.device, async_scheduling=case.async_scheduling)
     of_steps = metrics(simulation, slo_ttft_ms=case.slo_ttft_ms, slo_tpot_ms=case.slo_tpot_ms, seed=case.seed)
     num_graphs = len(plan.full_sizes) + len(plan.piecewise_sizes) * (world.model.num_layers + 1)
     return {
@@ -194,26 +196,39 @@ def run_contender(case: Case, name: str) -> dict[str, Any]:
         "full_sizes": list(plan.full_sizes),
         "piecewise_sizes": list(plan.piecewise_sizes),
         "metrics": of_steps
-        | {"capture_seconds": cost.capture_seconds(plan), "streams": cost.streams(plan), "graphs": num_graphs},
+        | {
+            # Nobody measured it where steps were.
+            "capture_seconds": world.cost.capture_seconds(plan) if isinstance(world.cost, CostModel) else None,
+            # One a graph: without the multiple that communication takes on old stacks.
+            "streams": num_graphs,
+            "graphs": num_graphs,
+            "extrapolated_share": timer.num_extrapolated / timer.num_steps
+            if isinstance(timer, CalibratedTimer)
+            else None,
+        },
         "series": series(simulation),
         "per_request": per_request(simulation),
     }
 
 
-def _simulate(case: Case, name: str, world: _World) -> Simulation:
-    contender = CONTENDERS[name]
-    cost = CostModel(world.model, world.device, async_scheduling=case.async_scheduling)
+def _timer(cost: CostModel | Calibration, contender: Contender) -> StepTimer:
+    if contender.is_oracle:
+        return OracleTimer(cost)
+    return CalibratedTimer(cost) if isinstance(cost, Calibration) else CostTimer(cost)
+
+
+def _simulate(case: Case, name: str, world: _World, timer: StepTimer) -> Simulation:
     requests = simulated_requests(
         world.trace.requests, block_size=world.settings.block_size, max_model_len=case.max_model_len
     )
     if not requests:
         raise ConfigError(f"'max_model_len' must be above the shortest prompt of the trace: {case.max_model_len}")
-    dispatcher = contender.dispatcher(world.limits, cost)
+    dispatcher = CONTENDERS[name].dispatcher(world.limits, world.cost)
     return simulate(
         requests,
         [_scheduler(case, world.settings) for _ in range(case.ranks)],
         [dispatcher] * case.ranks,
-        OracleTimer(cost) if contender.is_oracle else CostTimer(cost),
+        timer,
         acceptance=Acceptance(case.acceptance_rate, seed=case.seed) if case.num_spec_tokens else None,
     )
 
@@ -258,11 +273,31 @@ def find_model(name: str) -> ModelShape:
     return ModelShape.named(name)
 
 
+def _find_cost(case: Case, model: ModelShape) -> CostModel | Calibration:
+    if not case.device.endswith(".json"):
+        return CostModel(model, Device.named(case.device), async_scheduling=case.async_scheduling)
+    calibration = Calibration.load(case.device)
+    if calibration.num_experts != model.num_experts:
+        raise ConfigError(
+            f"'device' must be a calibration of the model that is compared, {model.name} with {model.num_experts} "
+            f"experts: {case.device} is of {calibration.model} with {calibration.num_experts}"
+        )
+    return calibration
+
+
+def _num_blocks(case: Case, model: ModelShape, cost: CostModel | Calibration) -> int:
+    if case.num_blocks is not None:
+        return case.num_blocks
+    if isinstance(cost, Calibration):
+        raise ConfigError("'num_blocks' must be given with a calibration, which does not know the device's memory")
+    return kv_blocks(model, cost.device.memory_bytes)
+
+
 def _world(case: Case) -> _World:
     trace = load_trace(case)
     model = find_model(case.model)
-    device = Device.named(case.device)
-    num_blocks = case.num_blocks or kv_blocks(model, device.memory_bytes)
+    cost = _find_cost(case, model)
+    num_blocks = _num_blocks(case, model, cost)
     settings = SchedulerSettings(
         case.max_num_seqs,
         case.max_num_batched_tokens,
@@ -290,7 +325,7 @@ def _world(case: Case) -> _World:
         model.num_layers,
         int(model.num_collectives > 0),
     )
-    return _World(trace, model, device, settings, limits)
+    return _World(trace, model, cost, settings, limits)
 
 
 def document(case: Case, contenders: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:
@@ -312,7 +347,7 @@ def document(case: Case, contenders: Sequence[Mapping[str, Any]], command: str) 
             "mean_output_tokens": float(np.mean([r.output_tokens for r in requests])),
         },
         "model": {"name": world.model.name, "kind": world.model.kind, "num_layers": world.model.num_layers},
-        "device": {"name": world.device.name},
+        "device": {"name": world.cost.device.name if isinstance(world.cost, CostModel) else world.cost.device},
         "settings": attrs.asdict(world.settings)
         | {
             "scheduler": "fast" if case.is_fast else "vllm",

@@ -12,7 +12,7 @@ import attrs
 
 from aclgraph_dispatch.capture_plan import CapturePlan
 from aclgraph_dispatch.config import DispatchConfig
-from aclgraph_dispatch.cost_model import CostModel
+from aclgraph_dispatch.cost_model import Cost
 from aclgraph_dispatch.dispatcher import Dispatcher
 
 from .ladders import LADDERS, Limits
@@ -52,7 +52,7 @@ class Contender:
             is_chosen=False,
         )
 
-    def dispatcher(self, limits: Limits, cost: CostModel) -> Dispatcher:
+    def dispatcher(self, limits: Limits, cost: Cost) -> Dispatcher:
         """
         A dispatcher that does so.
         """
@@ -63,7 +63,9 @@ class Contender:
             policy=self.policy,
             query_len=limits.query_len,
             max_num_seqs=limits.max_num_seqs,
-            cost=cost.step_cost(sizes, query_len=limits.query_len) if self.by_cost else None,
+            cost=cost.step_cost(sizes, query_len=limits.query_len, max_decodes=limits.max_num_seqs)
+            if self.by_cost
+            else None,
         )
 
 

@@ -2,20 +2,20 @@
 Comparisons over a grid of cases, kept in a folder, so that a sweep that was stopped goes on where it was.
 
 Each contender of each case is a file named by the hash of all that its result depends on: the case, the requests,
-the contender, and the version of this package. A file that is there is not computed again; one that cannot be read
-is.
+the contents of the files it names, and this package's own source with its catalogue. A file that is there is not
+computed again; one that cannot be read is.
 """
 
 import hashlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+import aclgraph_dispatch.bench
 from aclgraph_dispatch.errors import ConfigError
 
 from .compare import Case, Task, check_contenders, document, load_trace, run_all
@@ -60,30 +60,53 @@ def sweep(
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise ConfigError(f"{directory} cannot be a folder for results: {exc.strerror}; name another") from None
-    hashes = {case: load_trace(case).sha256 for case in cases}
+    source = _source()
+    paths = {task: directory / _name(task, source) for task in itertools.product(cases, names)}
     results: dict[Task, dict[str, Any]] = {}
     missing: list[Task] = []
-    for task in itertools.product(cases, names):
-        kept = _read(directory / _name(task, hashes[task[0]]))
+    for task, path in paths.items():
+        kept = _read(path)
         if kept is None:
             missing.append(task)
         else:
             results[task] = kept
     on_done(len(results))
     for task, result in run_all(missing, jobs=jobs):
-        with whole_file(directory / _name(task, hashes[task[0]])) as file:
+        with whole_file(paths[task]) as file:
             json.dump(result, file, allow_nan=False)
         results[task] = result
         on_done(1)
     return [document(case, [results[case, name] for name in names], command) for case in cases]
 
 
-def _name(task: Task, trace_hash: str) -> str:
+def _name(task: Task, source: str) -> str:
     case, contender = task
-    # The file may lie elsewhere next time; its requests are what counts.
-    fields = attrs.asdict(case) | {"trace": trace_hash}
-    key = json.dumps([fields, contender, version("aclgraph-dispatch")], sort_keys=True)
+    # The files may lie elsewhere next time; what is in them counts.
+    contents = {"trace": load_trace(case).sha256, "model": _content(case.model), "device": _content(case.device)}
+    key = json.dumps([attrs.asdict(case) | contents, contender, source], sort_keys=True)
     return f"{contender}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
+
+
+def _content(name: str) -> str:
+    """
+    Of a file or a folder with a `config.json` the hash, else the name.
+    """
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else name
+
+
+def _source() -> str:
+    """
+    A hash of all of this package: whatever is changed in it may change a result.
+    """
+    digest = hashlib.sha256()
+    for folder in (aclgraph_dispatch, aclgraph_dispatch.bench):
+        root = Path(folder.__path__[0])
+        for path in sorted([*root.rglob("*.py"), *root.rglob("*.toml")]):
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import attrs
 
+from aclgraph_dispatch.calibration import Calibration
 from aclgraph_dispatch.cost_model import Cost, StepLoad, StepTime
 from aclgraph_dispatch.step_plan import Part, RuntimeMode
 
@@ -41,6 +42,28 @@ class CostTimer:
 
     def __call__(self, step: ScheduledStep, part: Part) -> StepTime:
         return self.cost.times(part.mode, part.num_padded_tokens, step_load(step))
+
+
+@attrs.define
+class CalibratedTimer:
+    """
+    Times from what was measured on a machine, and how many of them were beyond it.
+
+    Args:
+        cost: The calibration.
+        num_steps: Steps timed so far.
+        num_extrapolated: Those beyond what was measured.
+    """
+
+    cost: Calibration
+    num_steps: int = 0
+    num_extrapolated: int = 0
+
+    def __call__(self, step: ScheduledStep, part: Part) -> StepTime:
+        load = step_load(step)
+        self.num_steps += 1
+        self.num_extrapolated += not self.cost.covers(part.mode, part.num_padded_tokens, load)
+        return self.cost.times(part.mode, part.num_padded_tokens, load)
 
 
 @attrs.frozen

@@ -15,7 +15,10 @@ class _UserError(click.ClickException):
     exit_code = 2
 
 
-_ELSEWHERE = {"bench": "aclgraph_dispatch.bench.commands"}
+_ELSEWHERE = {
+    "bench": "aclgraph_dispatch.bench.commands",
+    "calibrate": "aclgraph_dispatch.bench.calibrate_command",
+}
 """Commands that are imported when they are asked for, by module."""
 
 

@@ -92,3 +92,26 @@ def test_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be a folder for results"):
         sweep([CASE], ["eager"], tmp_path / "file")
+
+
+def test_what_a_result_depends_on(tmp_path, monkeypatch):
+    """
+    Another model in the same file, and another source of this package, are another result.
+    """
+    config = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config |= {"vocab_size": 32000, "intermediate_size": 2048}
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(config))
+    [case] = grid(CASE, {"model": [str(model)]})
+    out = tmp_path / "out"
+    [first] = sweep([case], ["eager"], out)
+    model.write_text(json.dumps(config | {"num_hidden_layers": 16}))
+    [second] = sweep([case], ["eager"], out)
+
+    assert 2 == len(list(out.iterdir()))
+    tpot = [d["contenders"][0]["metrics"]["tpot_ms"]["mean"] for d in (first, second)]
+    assert tpot[0] < tpot[1]
+
+    monkeypatch.setattr(sweep_module, "_source", lambda: "another")
+    sweep([case], ["eager"], out)
+    assert 3 == len(list(out.iterdir()))
