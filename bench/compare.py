@@ -347,7 +347,7 @@ def document(case: Case, contenders: Sequence[Mapping[str, Any]], command: str) 
             "mean_output_tokens": float(np.mean([r.output_tokens for r in requests])),
         },
         "model": {"name": world.model.name, "kind": world.model.kind, "num_layers": world.model.num_layers},
-        "device": {"name": world.cost.device.name if isinstance(world.cost, CostModel) else world.cost.device},
+        "device": _device(world.cost, contenders),
         "settings": attrs.asdict(world.settings)
         | {
             "scheduler": "fast" if case.is_fast else "vllm",
@@ -360,6 +360,14 @@ def document(case: Case, contenders: Sequence[Mapping[str, Any]], command: str) 
         "versions": {"aclgraph-dispatch": version("aclgraph-dispatch"), "numpy": np.__version__, "vllm": _vllm()},
         "contenders": [_against_default(contender, contenders, case.seed) for contender in contenders],
     }
+
+
+def _device(cost: CostModel | Calibration, contenders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if isinstance(cost, CostModel):
+        return {"name": cost.device.name}
+    # Of contenders that were timed by it; the most, for nobody reads one for each.
+    shares = [share for c in contenders if (share := c["metrics"]["extrapolated_share"]) is not None]
+    return {"name": cost.device, "calibrated_for": cost.model, "extrapolated_share": max(shares, default=None)}
 
 
 def _against_default(

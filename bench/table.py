@@ -30,7 +30,7 @@ def table(document: Mapping[str, Any]) -> str:
     lines = [
         f"{trace['num_requests']} requests of {trace['name']} at rate {settings['rate']:g}, "
         f"{document['model']['name']} on {document['device']['name']}, scheduler {settings['scheduler']}",
-        "",
+        _beyond(document["device"].get("extrapolated_share")),
         " " * _NAME_WIDTH + "".join(f"{top:>{width}}" for top, _, width, _ in _COLUMNS),
         " " * _NAME_WIDTH + "".join(f"{bottom:>{width}}" for _, bottom, width, _ in _COLUMNS),
     ]
@@ -38,6 +38,10 @@ def table(document: Mapping[str, Any]) -> str:
         cells = (_cell(value(contender["metrics"]), width) for _, _, width, value in _COLUMNS)
         lines.append(f"{contender['name']:<{_NAME_WIDTH}}" + "".join(cells))
     return "\n".join(lines)
+
+
+def _beyond(share: float | None) -> str:
+    return "" if share is None else f"up to {100 * share:.0f} % of steps lie beyond what was measured"
 
 
 def _cell(value: float | None, width: int) -> str:

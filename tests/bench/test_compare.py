@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from aclgraph_dispatch.bench.compare import Case, compare, load_trace, simulate_case
 from aclgraph_dispatch.bench.contenders import CONTENDERS
+from aclgraph_dispatch.bench.table import table
 from aclgraph_dispatch.errors import ConfigError, TraceError
+from tests.test_calibration import CALIBRATION, EAGER, written
 
 CASE = Case(trace="azure-conv", model="deepseek-v2-lite", device="ascend-910b", limit=60, is_fast=True)
 
@@ -164,3 +166,26 @@ def test_ratios_by_the_default(document):
     assert 1 < ratio["low"] < ratio["ratio"] < ratio["high"]
     assert "per_request" not in by_name["eager"]
     assert compare(CASE, ["eager"])["contenders"][0]["versus_default"] is None
+
+
+def test_calibration_as_a_device(tmp_path):
+    """
+    Steps may be timed by a calibration; what lies beyond its measurements is said, and so is what nobody measured.
+    """
+    calibration = attrs.evolve(CALIBRATION, passes=dict.fromkeys(("NONE", "PIECEWISE", "FULL"), EAGER))
+    path = written(tmp_path, calibration.dumps())
+    case = attrs.evolve(CASE, device=str(path), model="qwen2.5-7b", num_blocks=5000, limit=20)
+    found = compare(case, ["full_and_piecewise", "oracle"])
+    metrics = found["contenders"][0]["metrics"]
+
+    assert "cpu" == found["device"]["name"]
+    assert 0 < metrics["extrapolated_share"] <= 1
+    assert metrics["capture_seconds"] is None
+    assert f"up to {100 * metrics['extrapolated_share']:.0f} % of steps lie beyond what was measured" in table(
+        found
+    )
+
+    with pytest.raises(ConfigError, match="'num_blocks' must be given with a calibration"):
+        compare(attrs.evolve(case, num_blocks=None), ["eager"])
+    with pytest.raises(ConfigError, match="'device' must be a calibration of the model that is compared"):
+        compare(attrs.evolve(case, model="deepseek-v2-lite"), ["eager"])
