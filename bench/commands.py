@@ -19,7 +19,7 @@ from .files import whole_file
 from .sweep import grid, sweep
 from .synthetic import PRESETS
 from .table import markdown as to_markdown
-from .table import table
+from .table import stem, table
 
 _PATH = click.Path(path_type=Path)
 _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
@@ -160,7 +160,7 @@ def sweep_command(
         from .report import write_report
 
         for number, document in enumerate(documents):
-            title = "-".join((document["trace"]["name"].split(".")[0], document["model"]["name"]))
+            title = "-".join((stem(document["trace"]["name"]), document["model"]["name"]))
             write_report(document, out / f"{number:03}-{title}.html")
     if markdown is not None:
         with whole_file(markdown) as file:

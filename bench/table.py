@@ -1,5 +1,6 @@
 """Comparisons as tables, for a terminal and for Markdown."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,10 +71,17 @@ def markdown(documents: Sequence[Mapping[str, Any]]) -> str:
                 best = min((means[name] for name in names if name != ORACLE), key=float)
                 cells = [f"**{m}**" if m == best and name != ORACLE else m for name, m in means.items()]
                 rate = document["settings"]["rate"]
-                trace = document["trace"]["name"].split(".")[0] + (f" x {rate:g}" if rate != 1 else "")
+                trace = stem(document["trace"]["name"]) + (f" x {rate:g}" if rate != 1 else "")
                 lines.append("| " + " | ".join([trace, *cells]) + " |")
             sections.append("\n".join(lines))
     return "\n\n".join(sections) + "\n"
+
+
+def stem(name: str) -> str:
+    """
+    A file's name without the endings that say how it is written.
+    """
+    return re.sub(r"(\.csv|\.jsonl)?(\.gz)?$", "", name)
 
 
 def _rounded(value: float | None) -> str:

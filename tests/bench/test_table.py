@@ -54,13 +54,13 @@ def test_markdown_marks_the_best():
 
     lines = markdown(
         [
-            document("a.csv.gz", 1.0, {"eager": 20.0, "legacy": 10.04, "to_budget": 10.01, "oracle": 9.0}),
+            document("a-3.1.csv.gz", 1.0, {"eager": 20.0, "legacy": 10.04, "to_budget": 10.01, "oracle": 9.0}),
             document("b.csv", 2.0, {"eager": 11.0, "legacy": 12.0, "to_budget": 13.0, "oracle": 9.0}),
         ]
     ).splitlines()
 
     assert "**m on d: mean TPOT, ms**" == lines[0]
     assert "| trace | eager | legacy | to_budget | oracle |" == lines[2]
-    assert "| a | 20.0 | **10.0** | **10.0** | 9.0 |" == lines[4]
+    assert "| a-3.1 | 20.0 | **10.0** | **10.0** | 9.0 |" == lines[4]
     assert "| b x 2 | **11.0** | 12.0 | 13.0 | 9.0 |" == lines[5]
-    assert "| a | 2000 | 1004 | **1001** | 900.0 |" == lines[11]
+    assert "| a-3.1 | 2000 | 1004 | **1001** | 900.0 |" == lines[11]
