@@ -16,7 +16,7 @@ from aclgraph_dispatch.config import KEY
 from aclgraph_dispatch.errors import ConfigError
 
 from .checkpoints import MODELS, SPECIAL_TOKENS, VOCABULARY, cached_checkpoint
-from .live import EngineRequest, EngineRun, run_engine
+from .engine import EngineRequest, EngineRun, run_engine
 from .synthetic import conversation
 from .traces import TraceRequest, read_trace
 

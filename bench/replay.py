@@ -23,7 +23,7 @@ import click
 from aclgraph_dispatch.config import KEY
 
 from .checkpoints import MODELS, SPECIAL_TOKENS, cached_checkpoint
-from .live import EngineRequest, run_engine
+from .engine import EngineRequest, run_engine
 
 _PRELUDE = "from aclgraph_dispatch.bench.replay import install; install()"
 

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from aclgraph_dispatch.bench.checkpoints import SPECIAL_TOKENS, VOCABULARY, cached_adapter, cached_checkpoint
-from aclgraph_dispatch.bench.live import EngineRequest, EngineRun, run_engine
+from aclgraph_dispatch.bench.engine import EngineRequest, EngineRun, run_engine
 from aclgraph_dispatch.config import KEY
 
 MAX_NUM_SEQS = 16

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from aclgraph_dispatch.bench import demo
 from aclgraph_dispatch.bench.demo import DemoResult
-from aclgraph_dispatch.bench.live import EngineFailedError, EngineRequest, EngineRun
+from aclgraph_dispatch.bench.engine import EngineFailedError, EngineRequest, EngineRun
 from aclgraph_dispatch.cli import main
 
 TOKENS = {"request-0": [5, 6]}

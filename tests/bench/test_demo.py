@@ -21,7 +21,7 @@ from aclgraph_dispatch.bench.demo import (
     run_demo,
     text_requests,
 )
-from aclgraph_dispatch.bench.live import EngineRequest, EngineRun
+from aclgraph_dispatch.bench.engine import EngineRequest, EngineRun
 from aclgraph_dispatch.bench.synthetic import conversation
 from aclgraph_dispatch.bench.traces import TraceRequest
 from aclgraph_dispatch.errors import ConfigError, TraceError

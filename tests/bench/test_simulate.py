@@ -11,7 +11,7 @@ from aclgraph_dispatch import CapturePlan, Dispatcher, RuntimeMode
 from aclgraph_dispatch.bench.acceptance import Acceptance
 from aclgraph_dispatch.bench.checkpoints import cached_checkpoint
 from aclgraph_dispatch.bench.compact_scheduler import CompactScheduler
-from aclgraph_dispatch.bench.live import EngineRequest, run_engine
+from aclgraph_dispatch.bench.engine import EngineRequest, run_engine
 from aclgraph_dispatch.bench.scheduling import ScheduledStep, SchedulerSettings, SimulatedRequest
 from aclgraph_dispatch.bench.simulate import Simulation, simulate
 from aclgraph_dispatch.bench.vllm_scheduler import VllmScheduler

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aclgraph_dispatch.bench.checkpoints import cached_checkpoint
-from aclgraph_dispatch.bench.live import WORKER_CLS, EngineFailedError
+from aclgraph_dispatch.bench.engine import WORKER_CLS, EngineFailedError
 from aclgraph_dispatch.config import KEY
 from aclgraph_dispatch.errors import ConfigError
 from aclgraph_dispatch.integrations.plugin import EMULATE

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from aclgraph_dispatch.bench.checkpoints import cached_checkpoint
-from aclgraph_dispatch.bench.live import EngineFailedError, EngineRun
+from aclgraph_dispatch.bench.engine import EngineFailedError, EngineRun
 
 from ..engines import CHECK, EXPLORE, MAX_NUM_SEQS, NO_REFRESH, SHIFTED_INPUT, start, started
 
@@ -214,7 +214,7 @@ TWO_ENGINES = """
 import gc, sys
 from vllm import LLM
 from aclgraph_dispatch.backends import emulated
-from aclgraph_dispatch.bench.live import WORKER_CLS
+from aclgraph_dispatch.bench.engine import WORKER_CLS
 
 held = []
 for _ in range(2):

@@ -12,7 +12,7 @@ from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from aclgraph_dispatch.backends import emulated
-from aclgraph_dispatch.bench.live import EngineRun
+from aclgraph_dispatch.bench.engine import EngineRun
 from aclgraph_dispatch.integrations.lora import GraphedPunicaWrapper
 
 from ..engines import adapters, churn, started

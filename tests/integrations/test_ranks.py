@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from aclgraph_dispatch.bench.checkpoints import cached_adapter, cached_checkpoint
-from aclgraph_dispatch.bench.live import EngineFailedError, EngineRequest, EngineRun, run_engine, run_ranks
+from aclgraph_dispatch.bench.engine import EngineFailedError, EngineRequest, EngineRun, run_engine, run_ranks
 from aclgraph_dispatch.config import KEY
 
 from .. import engines, rank_processes

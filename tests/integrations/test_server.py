@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from aclgraph_dispatch.bench.checkpoints import SPECIAL_TOKENS, VOCABULARY, cached_checkpoint
-from aclgraph_dispatch.bench.live import KV_CACHE_BYTES, WORKER_CLS
+from aclgraph_dispatch.bench.engine import KV_CACHE_BYTES, WORKER_CLS
 from aclgraph_dispatch.config import KEY
 
 pytestmark = pytest.mark.engine

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
-from aclgraph_dispatch.bench.live import EngineFailedError, EngineRun
+from aclgraph_dispatch.bench.engine import EngineFailedError, EngineRun
 from aclgraph_dispatch.integrations.compat import UNSUPPORTED
 from aclgraph_dispatch.integrations.drafter import role_of
 
