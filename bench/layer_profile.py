@@ -4,8 +4,8 @@ How long a step takes on a card whose layers were measured one by one.
 Theory of operation
 -------------------
 The profile is what LLMServingSim's profiler writes about one model on one card: device kernel times of each kind
-of layer, in microseconds, in tables by the number of tokens (`dense.csv`), of sequences (`per_sequence.csv`), or by
-the four numbers that attention depends on (`attention.csv`): tokens of the prefill chunk, tokens before it,
+of layer, in microseconds, in tables by the number of tokens (`dense.csv`), of sequences (`per_sequence.csv`), or
+by the four numbers that attention depends on (`attention.csv`): tokens of the prefill chunk, tokens before it,
 decodes, and tokens each decode reads. A step's time is their sum over the model's layers:
 
     step = embedding + final_layernorm + lm_head + sampler
