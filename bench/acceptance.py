@@ -2,6 +2,9 @@
 
 import numpy as np
 
+MOST_DRAFTS = 16
+"""Of a verification step."""
+
 
 class Acceptance:
     """
@@ -30,5 +33,6 @@ class Acceptance:
         draws = self._draws.get(request)
         if draws is None:
             draws = self._draws[request] = np.random.default_rng((self._seed, request))
-        rejected = np.flatnonzero(draws.random(num_drafts) >= self.rate)
+        # As many draws whatever the drafts, so that the next step's do not depend on this one's.
+        rejected = np.flatnonzero(draws.random(MOST_DRAFTS)[:num_drafts] >= self.rate)
         return int(rejected[0]) if rejected.size else num_drafts

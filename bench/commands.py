@@ -13,7 +13,8 @@ import click
 from aclgraph_dispatch.constants import catalogue
 from aclgraph_dispatch.errors import ConfigError
 
-from .compare import Case, compare, simulate_case
+from .case import Case
+from .compare import compare, simulate_case
 from .contenders import CONTENDERS
 from .files import whole_file
 from .sweep import grid, sweep
@@ -57,6 +58,10 @@ _SHARED_OPTIONS = (
     click.option("--async/--sync", "async_scheduling", default=True, show_default=True, help="Scheduling."),
     click.option("--spec-tokens", "num_spec_tokens", type=click.IntRange(0, 16), default=0, show_default=True),
     click.option("--acceptance", "acceptance_rate", type=click.FloatRange(0, 1), default=0.7, show_default=True),
+    click.option(
+        "--tensor-parallel", type=_POSITIVE, help="Ranks that share a layer; default: the catalogue's, or 1."
+    ),
+    click.option("--weight-bytes", type=click.FloatRange(0.25, 4), help="Default: what the model says."),
     click.option("--ranks", type=click.IntRange(1, 64), default=1, show_default=True, help="Data-parallel ranks."),
     click.option("--slo-ttft-ms", type=click.FloatRange(min=0), default=2000.0, show_default=True),
     click.option("--slo-tpot-ms", type=click.FloatRange(min=0), default=100.0, show_default=True),

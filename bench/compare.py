@@ -1,16 +1,18 @@
 """
 Contenders on the same requests, one simulation each, in as many processes as one likes.
 
-A `Case` says everything about a simulation but the contender, in plain values, so that it can travel to another
-process and be written down; what comes back is the comparison document, plain values too. Simulations share
-nothing and draw no random numbers besides what the seed says: the document does not depend on the number of jobs.
+What comes back is the comparison document, plain values. Simulations share nothing and draw no random numbers
+besides what the seed says: the document does not depend on the number of jobs.
 """
 
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -18,91 +20,17 @@ import numpy as np
 
 from aclgraph_dispatch.calibration import Calibration
 from aclgraph_dispatch.cost_model import CostModel
-from aclgraph_dispatch.device import Device
 from aclgraph_dispatch.errors import ConfigError
-from aclgraph_dispatch.model_shape import ModelShape, kv_blocks
 
 from .acceptance import Acceptance
+from .case import Case, World, make_world, scheduler_settings
 from .contenders import CONTENDERS, VLLM_DEFAULT, Contender
-from .ladders import Limits
 from .metrics import paired_ratio
 from .requests import simulated_requests
 from .scheduling import Scheduler, SchedulerSettings
 from .simulate import Simulation, StepTimer, simulate
 from .summary import metrics, per_request, series
-from .synthetic import PRESETS, synthetic_requests
 from .timers import CalibratedTimer, CostTimer, OracleTimer
-from .traces import Trace, load, scaled, sliced
-
-SYNTHETIC_REQUESTS = 1000
-"""Of a preset, unless a limit says otherwise."""
-
-
-def _within(low: float, high: float) -> Any:
-    return attrs.validators.and_(attrs.validators.ge(low), attrs.validators.le(high))
-
-
-@attrs.frozen(kw_only=True)
-class Case:
-    """
-    What is simulated, besides the contender.
-
-    Args:
-        trace: A trace's file, or the name of a synthetic preset.
-        model: A name in the catalogue, or the file of a model's `config.json`.
-        device: A name in the catalogue, or a file that `calibrate` wrote, of the same model.
-        rate: How many times as fast requests arrive.
-        start_seconds: Where a slice of the trace starts.
-        end_seconds: Where it ends; None for the trace's end.
-        limit: The most requests; None for all.
-        max_num_seqs: As in vLLM, and so are the following up to `num_spec_tokens`.
-        max_num_batched_tokens: See vLLM.
-        max_model_len: See vLLM.
-        num_blocks: Blocks of the KV cache; None for as many as fit beside the model.
-        enable_prefix_caching: See vLLM.
-        async_scheduling: See vLLM.
-        num_spec_tokens: Drafts of a decode.
-        acceptance_rate: The probability that a draft is accepted.
-        ranks: Data-parallel ranks in lockstep, which the trace is shared among.
-        is_fast: Whether by the compact scheduler instead of vLLM's.
-        slo_ttft_ms: The most a good request waits for its first token.
-        slo_tpot_ms: The most it takes per token after that.
-        seed: Of all random numbers.
-    """
-
-    trace: str
-    model: str
-    device: str
-    rate: float = 1.0
-    start_seconds: float = 0.0
-    end_seconds: float | None = None
-    limit: int | None = None
-    max_num_seqs: int = attrs.field(default=256, validator=attrs.validators.ge(1))
-    max_num_batched_tokens: int = attrs.field(default=2048, validator=attrs.validators.ge(1))
-    max_model_len: int = attrs.field(default=32768, validator=attrs.validators.ge(2))
-    num_blocks: int | None = None
-    enable_prefix_caching: bool = True
-    async_scheduling: bool = True
-    num_spec_tokens: int = attrs.field(default=0, validator=_within(0, 16))
-    acceptance_rate: float = attrs.field(default=0.7, validator=_within(0, 1))
-    ranks: int = attrs.field(default=1, validator=_within(1, 64))
-    is_fast: bool = False
-    slo_ttft_ms: float = 2000.0
-    slo_tpot_ms: float = 100.0
-    seed: int = 0
-
-
-@attrs.frozen
-class _World:
-    """
-    A case, made real.
-    """
-
-    trace: Trace
-    model: ModelShape
-    cost: CostModel | Calibration
-    settings: SchedulerSettings
-    limits: Limits
 
 
 def simulate_case(case: Case, name: str) -> Simulation:
@@ -113,7 +41,7 @@ def simulate_case(case: Case, name: str) -> Simulation:
         ConfigError: The case or the contender is not possible.
         TraceError: The trace cannot be read.
     """
-    world = _world(case)
+    world = make_world(case)
     return _simulate(case, name, world, _timer(world.cost, CONTENDERS[name]))
 
 
@@ -140,7 +68,7 @@ def compare(
         TraceError: The trace cannot be read.
     """
     check_contenders(names)
-    _world(case)  # so that what is not possible is said before the processes start
+    make_world(case)  # so that what is not possible is said before the processes start
     tasks = [(case, name) for name in names]
     results: dict[str, dict[str, Any]] = {}
     for (_case, name), result in run_all(tasks, jobs=jobs):
@@ -164,31 +92,64 @@ def check_contenders(names: Sequence[str]) -> None:
 Task = tuple[Case, str]
 
 
-def run_all(tasks: Sequence[Task], *, jobs: int) -> Iterator[tuple[Task, dict[str, Any]]]:
+def run_all(
+    tasks: Sequence[Task], *, jobs: int, run: Callable[[Case, str], dict[str, Any]] | None = None
+) -> Iterator[tuple[Task, dict[str, Any]]]:
     """
     Run contenders, in *jobs* processes; give each with its result as it is done.
+
+    Args:
+        tasks: What to run.
+        jobs: Processes.
+        run: What runs one of them, by default `run_contender`.
+
+    Raises:
+        ConfigError: A process was killed.
     """
+    run = run or run_contender
     if jobs == 1 or len(tasks) < 2:
         for task in tasks:
-            yield task, run_contender(*task)
+            yield task, run(*task)
         return
-    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(run_contender, *task): task for task in tasks}
+    context = get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context, initializer=_end_with_parent) as pool:
+        futures = {pool.submit(run, *task): task for task in tasks}
         for future in as_completed(futures):
-            yield futures[future], future.result()
+            try:
+                result = future.result()
+            except BrokenProcessPool:
+                msg = "a process of '--jobs' was killed, perhaps for want of memory; use fewer"
+                raise ConfigError(msg) from None
+            yield futures[future], result
+
+
+def _end_with_parent() -> None:
+    """
+    Let this process end when the one that started it is gone: nobody else would tell it.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_contender(case: Case, name: str) -> dict[str, Any]:
     """
     One contender's part of the document.
     """
-    world = _world(case)
+    world = make_world(case)
     timer = _timer(world.cost, CONTENDERS[name])
     simulation = _simulate(case, name, world, timer)
     contender = CONTENDERS[name]
     plan = contender.plan(world.limits)
     of_steps = metrics(simulation, slo_ttft_ms=case.slo_ttft_ms, slo_tpot_ms=case.slo_tpot_ms, seed=case.seed)
     num_graphs = len(plan.full_sizes) + len(plan.piecewise_sizes) * (world.model.num_layers + 1)
+    # On old stacks communication takes streams of its own (costs.md 2.5, without AIV).
+    num_streams = num_graphs * (1 + 2 * world.limits.num_groups)
     return {
         "name": name,
         "policy": contender.policy,
@@ -199,9 +160,9 @@ def run_contender(case: Case, name: str) -> dict[str, Any]:
         | {
             # Nobody measured it where steps were.
             "capture_seconds": world.cost.capture_seconds(plan) if isinstance(world.cost, CostModel) else None,
-            # One a graph: without the multiple that communication takes on old stacks.
-            "streams": num_graphs,
+            "streams": num_streams,
             "graphs": num_graphs,
+            "num_blocks": scheduler_settings(case, world, plan).num_blocks,
             "extrapolated_share": timer.num_extrapolated / timer.num_steps
             if isinstance(timer, CalibratedTimer)
             else None,
@@ -217,16 +178,17 @@ def _timer(cost: CostModel | Calibration, contender: Contender) -> StepTimer:
     return CalibratedTimer(cost) if isinstance(cost, Calibration) else CostTimer(cost)
 
 
-def _simulate(case: Case, name: str, world: _World, timer: StepTimer) -> Simulation:
+def _simulate(case: Case, name: str, world: World, timer: StepTimer) -> Simulation:
     requests = simulated_requests(
         world.trace.requests, block_size=world.settings.block_size, max_model_len=case.max_model_len
     )
     if not requests:
         raise ConfigError(f"'max_model_len' must be above the shortest prompt of the trace: {case.max_model_len}")
     dispatcher = CONTENDERS[name].dispatcher(world.limits, world.cost)
+    settings = scheduler_settings(case, world, dispatcher.plan)
     return simulate(
         requests,
-        [_scheduler(case, world.settings) for _ in range(case.ranks)],
+        [_scheduler(case, settings) for _ in range(case.ranks)],
         [dispatcher] * case.ranks,
         timer,
         acceptance=Acceptance(case.acceptance_rate, seed=case.seed) if case.num_spec_tokens else None,
@@ -243,96 +205,11 @@ def _scheduler(case: Case, settings: SchedulerSettings) -> Scheduler:
     return VllmScheduler(settings)
 
 
-def load_trace(case: Case) -> Trace:
-    """
-    The requests of a case.
-
-    Raises:
-        ConfigError: Its slice is empty, or its rate not positive.
-        TraceError: The trace cannot be read.
-    """
-    if case.trace in PRESETS:
-        count = case.limit or SYNTHETIC_REQUESTS
-        trace = Trace(case.trace, synthetic_requests(PRESETS[case.trace], count, seed=case.seed))
-    else:
-        trace = load(Path(case.trace), limit=case.limit)
-    end = case.end_seconds if case.end_seconds is not None else float("inf")
-    requests = sliced(trace.requests, start_seconds=case.start_seconds, end_seconds=end)
-    return attrs.evolve(trace, requests=scaled(requests, rate=case.rate))
-
-
-def find_model(name: str) -> ModelShape:
-    """
-    A model of the catalogue, or of a file.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if name.endswith(".json") or Path(name).is_dir():
-        return ModelShape.from_config(name)
-    return ModelShape.named(name)
-
-
-def _find_cost(case: Case, model: ModelShape) -> CostModel | Calibration:
-    if not case.device.endswith(".json"):
-        return CostModel(model, Device.named(case.device), async_scheduling=case.async_scheduling)
-    calibration = Calibration.load(case.device)
-    if calibration.num_experts != model.num_experts:
-        raise ConfigError(
-            f"'device' must be a calibration of the model that is compared, {model.name} with {model.num_experts} "
-            f"experts: {case.device} is of {calibration.model} with {calibration.num_experts}"
-        )
-    return calibration
-
-
-def _num_blocks(case: Case, model: ModelShape, cost: CostModel | Calibration) -> int:
-    if case.num_blocks is not None:
-        return case.num_blocks
-    if isinstance(cost, Calibration):
-        raise ConfigError("'num_blocks' must be given with a calibration, which does not know the device's memory")
-    return kv_blocks(model, cost.device.memory_bytes)
-
-
-def _world(case: Case) -> _World:
-    trace = load_trace(case)
-    model = find_model(case.model)
-    cost = _find_cost(case, model)
-    num_blocks = _num_blocks(case, model, cost)
-    settings = SchedulerSettings(
-        case.max_num_seqs,
-        case.max_num_batched_tokens,
-        case.max_model_len,
-        num_blocks,
-        enable_prefix_caching=case.enable_prefix_caching,
-        async_scheduling=case.async_scheduling,
-        num_spec_tokens=case.num_spec_tokens,
-    )
-    needed = -(-case.max_model_len // settings.block_size) + 1
-    if num_blocks < needed:
-        raise ConfigError(
-            f"'max_model_len' must fit into the KV cache of {num_blocks} blocks, "
-            f"{(num_blocks - 1) * settings.block_size} tokens: {case.max_model_len}; lower it"
-        )
-    if case.max_num_batched_tokens <= case.num_spec_tokens:
-        raise ConfigError(
-            f"'max_num_batched_tokens' must hold a decode with its drafts, {1 + case.num_spec_tokens} tokens: "
-            f"{case.max_num_batched_tokens}"
-        )
-    limits = Limits(
-        case.max_num_seqs,
-        case.max_num_batched_tokens,
-        1 + case.num_spec_tokens,
-        model.num_layers,
-        int(model.num_collectives > 0),
-    )
-    return _World(trace, model, cost, settings, limits)
-
-
 def document(case: Case, contenders: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:
     """
     The comparison document, from what `run_contender` gave.
     """
-    world = _world(case)
+    world = make_world(case)
     requests = world.trace.requests
     return {
         "command": command,
@@ -342,11 +219,20 @@ def document(case: Case, contenders: Sequence[Mapping[str, Any]], command: str) 
             "num_requests": len(requests),
             "num_left_out": world.trace.num_left_out,
             "num_too_long": sum(r.prompt_tokens >= case.max_model_len for r in requests),
+            "num_cut": sum(
+                r.prompt_tokens < case.max_model_len < r.prompt_tokens + r.output_tokens for r in requests
+            ),
             "seconds": requests[-1].arrival_seconds,
             "mean_prompt_tokens": float(np.mean([r.prompt_tokens for r in requests])),
             "mean_output_tokens": float(np.mean([r.output_tokens for r in requests])),
         },
-        "model": {"name": world.model.name, "kind": world.model.kind, "num_layers": world.model.num_layers},
+        "model": {
+            "name": world.model.name,
+            "kind": world.model.kind,
+            "num_layers": world.model.num_layers,
+            "tensor_parallel": world.tensor_parallel,
+            "weight_bytes": world.model.weight_bytes,
+        },
         "device": _device(world.cost, contenders),
         "settings": attrs.asdict(world.settings)
         | {

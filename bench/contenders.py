@@ -63,9 +63,8 @@ class Contender:
             policy=self.policy,
             query_len=limits.query_len,
             max_num_seqs=limits.max_num_seqs,
-            cost=cost.step_cost(sizes, query_len=limits.query_len, max_decodes=limits.max_num_seqs)
-            if self.by_cost
-            else None,
+            # Without contexts: a dispatcher does not know them, and what attention takes it takes in every mode.
+            cost=cost.step_cost(sizes, query_len=limits.query_len, context_tokens=0) if self.by_cost else None,
         )
 
 

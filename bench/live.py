@@ -25,8 +25,8 @@ import numpy as np
 
 from aclgraph_dispatch.errors import ConfigError
 
+from .case import Case, load_trace
 from .client import Client, client
-from .compare import Case, load_trace
 from .demo import LONGEST_OUTPUT, LONGEST_PROMPT, OUTPUT_SCALE, PROMPT_SCALE
 from .engine import EngineFailedError, environment
 from .live_case import SERVABLE, STOCK, LiveCase, checkpoint, is_emulated, server_options

@@ -91,6 +91,20 @@ class ScheduledStep:
         """
         return int(self.num_scheduled.sum())
 
+    def of_part(self, requests: tuple[int, int]) -> "ScheduledStep":
+        """
+        The requests of a half-open range.
+        """
+        inside = slice(*requests)
+        return ScheduledStep(
+            self.requests[inside],
+            self.num_scheduled[inside],
+            self.num_computed[inside],
+            self.num_known[inside],
+            self.num_drafts[inside],
+            self.num_prompt[inside],
+        )
+
     def num_sampled(self) -> list[int]:
         """
         Tokens that each request samples if no draft is accepted: one, or none while its prompt is not done.

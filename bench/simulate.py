@@ -230,7 +230,7 @@ class _Engine:
                 self._on_step(step, plan)
             of_rank = 0.0
             for part in plan.parts:
-                time = self._timer(step, part)
+                time = self._timer(step if len(plan.parts) == 1 else step.of_part(part.requests), part)
                 record = StepRecord(number, start_seconds + of_rank, time.seconds, part, len(step.requests), time)
                 self._records.append(record)
                 of_rank += time.seconds

@@ -201,12 +201,11 @@ class Calibration:
         *,
         context_tokens: float = 1024,
         query_len: int = 1,
-        max_decodes: int | None = None,
     ) -> StepCost:
         """
         What a dispatcher needs to know of it (`cost_model.step_cost`).
         """
-        return step_cost(self, sizes, context_tokens=context_tokens, query_len=query_len, max_decodes=max_decodes)
+        return step_cost(self, sizes, context_tokens=context_tokens, query_len=query_len)
 
     def dumps(self) -> str:
         """

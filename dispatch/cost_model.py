@@ -116,7 +116,6 @@ class Cost(Protocol):
         *,
         context_tokens: float = 1024,
         query_len: int = 1,
-        max_decodes: int | None = None,
     ) -> StepCost:
         """
         What a dispatcher needs to know of it (`step_cost`).
@@ -195,12 +194,11 @@ class CostModel:
         *,
         context_tokens: float = 1024,
         query_len: int = 1,
-        max_decodes: int | None = None,
     ) -> StepCost:
         """
         What a dispatcher needs to know of it (`step_cost`).
         """
-        return step_cost(self, sizes, context_tokens=context_tokens, query_len=query_len, max_decodes=max_decodes)
+        return step_cost(self, sizes, context_tokens=context_tokens, query_len=query_len)
 
     def capture_seconds(self, plan: CapturePlan) -> float:
         """
@@ -250,7 +248,6 @@ def step_cost(
     *,
     context_tokens: float = 1024,
     query_len: int = 1,
-    max_decodes: int | None = None,
 ) -> StepCost:
     """
     What a dispatcher needs to know: seconds by mode and size, of decodes of a typical context.
@@ -260,7 +257,6 @@ def step_cost(
         sizes: Tokens after padding, captured or not; in between a dispatcher interpolates.
         context_tokens: Tokens of the KV cache that each decode reads.
         query_len: Tokens of a decode.
-        max_decodes: The most decodes of a step; what a larger size holds besides is a prefill. None for any.
 
     Raises:
         ConfigError: There is no size, or one is below 1.
@@ -268,14 +264,7 @@ def step_cost(
     ascending = sorted(set(sizes))
     if not ascending or ascending[0] < 1:
         raise ConfigError(f"'sizes' must hold one or more integers >= 1: {ascending}")
-    loads = {}
-    for size in ascending:
-        num_decodes = -(-size // query_len)
-        if max_decodes is not None:
-            num_decodes = min(num_decodes, max_decodes)
-        loads[size] = StepLoad.decodes(num_decodes, context_tokens)
-        if size > num_decodes * query_len:
-            loads[size] = loads[size].chunk(size - num_decodes * query_len)
+    loads = {size: StepLoad.decodes(-(-size // query_len), context_tokens) for size in ascending}
     return StepCost(
         {
             mode: {size: cost.times(mode, size, load).seconds for size, load in loads.items()}

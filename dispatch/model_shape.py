@@ -114,7 +114,7 @@ class ModelShape:
         name: str | None = None,
         tensor_parallel: int = 1,
         expert_parallel: int = 1,
-        weight_bytes: float = 2.0,
+        weight_bytes: float | None = None,
         kv_bytes: float = 2.0,
     ) -> "ModelShape":
         """
@@ -130,7 +130,7 @@ class ModelShape:
             name: Name of the model; by default the directory's, or the configuration's `model_type`.
             tensor_parallel: Ranks that share a layer.
             expert_parallel: Ranks that share the experts.
-            weight_bytes: Bytes of a weight: 2 for BF16, 1 for W8A8 or FP8.
+            weight_bytes: Bytes of a weight: 2 for BF16, 1 for W8A8 or FP8; None for what the configuration says.
             kv_bytes: Bytes of a cached number.
 
         Raises:
@@ -149,6 +149,8 @@ class ModelShape:
                 raise ConfigError(f"'{option}' must be an integer >= 1: {ways!r} @ {name}")
         count = ParameterCount(read, name)
 
+        if weight_bytes is None:
+            weight_bytes = _weight_bytes(read, name)
         is_mla, is_moe = count.kv_rank > 0, count.num_experts > 0
         if expert_parallel > 1 and (not is_moe or expert_parallel % tensor_parallel):
             raise ConfigError(
@@ -203,6 +205,17 @@ class ModelShape:
         )
 
 
+def _weight_bytes(config: Mapping[str, Any], name: str) -> float:
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return 2.0
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if method != "fp8":
+        msg = f"'quantization_config' is understood for fp8 only: {method!r} @ {name}; give the bytes of a weight"
+        raise ConfigError(msg)
+    return 1.0
+
+
 def activated_share(num_experts: int, experts_per_token: int, num_tokens: float) -> float:
     """
     The share of experts that a batch meets if each token chooses evenly: 1 - (1 - k/E)^s.
@@ -240,6 +253,6 @@ def kv_blocks(
     if num_blocks < 1:
         raise ConfigError(
             f"'device_memory_bytes' must hold the weights of {model.name}, {model.memory_bytes / 1e9:.1f} GB, and "
-            f"a KV cache: {device_memory_bytes / 1e9:.1f} GB at {gpu_memory_utilization}; share it among ranks"
+            f"a KV cache: {device_memory_bytes / 1e9:.1f} GB at {gpu_memory_utilization}; share it among more ranks (tensor_parallel)"
         )
     return num_blocks

@@ -1,7 +1,7 @@
 """What a Hugging Face configuration says of a model's size: parameters, counted matrix by matrix."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,10 @@ class ParameterCount:
         first = self._get("first_k_dense_replace", default=0, least=0)
         every = self._get("moe_layer_freq", default=1)
         step = self._get("decoder_sparse_step", default=1)
-        dense = set(self._config.get("mlp_only_layers") or ())
+        dense = self._config.get("mlp_only_layers") or ()
+        if not isinstance(dense, Sequence):
+            self._errors.append(f"'mlp_only_layers' must be a list: {dense!r}")
+            return 0
         return sum(
             i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense for i in range(self.layers)
         )

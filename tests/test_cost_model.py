@@ -309,16 +309,6 @@ def test_step_cost():
     }
 
 
-def test_step_cost_of_more_than_decodes():
-    """
-    What a size holds beyond the most decodes of a step is a prefill.
-    """
-    step_cost = QWEN.step_cost([8, 100], context_tokens=100, query_len=2, max_decodes=10)
-
-    assert step_cost.seconds(FULL, 8) == QWEN.times(FULL, 8, StepLoad.decodes(4, 100)).seconds
-    assert step_cost.seconds(NONE, 100) == QWEN.times(NONE, 100, StepLoad.decodes(10, 100).chunk(80)).seconds
-
-
 @pytest.mark.parametrize("no_sizes", [[], [0, 1]])
 def test_step_cost_without_sizes(no_sizes):
     """

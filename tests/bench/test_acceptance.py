@@ -41,3 +41,17 @@ def test_luck_does_not_depend_on_the_company():
 
     assert of_one == of_many
     assert of_one != [Acceptance(0.5, seed=2).num_accepted(7, 4) for _ in range(30)]
+
+
+def test_luck_does_not_depend_on_the_number_of_drafts():
+    """
+    A step with fewer drafts does not change what the next ones draw; each request has luck of its own.
+    """
+    full, cut = Acceptance(0.6, seed=1), Acceptance(0.6, seed=1)
+    of_full = [full.num_accepted(0, 3) for _ in range(30)]
+    of_cut = [cut.num_accepted(0, 1 if i == 4 else 3) for i in range(30)]
+
+    assert of_full[:4] + of_full[5:] == of_cut[:4] + of_cut[5:]
+    assert of_full != [Acceptance(0.6, seed=1).num_accepted(i, 3) for i in range(30)]
+    other = Acceptance(0.6, seed=1)
+    assert of_full != [other.num_accepted(1, 3) for _ in range(30)]

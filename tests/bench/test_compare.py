@@ -1,11 +1,14 @@
 import json
+import os
 
 import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aclgraph_dispatch.bench.compare import Case, compare, load_trace, simulate_case
+from aclgraph_dispatch.bench import case as case_module
+from aclgraph_dispatch.bench.case import Case, find_model, load_trace
+from aclgraph_dispatch.bench.compare import compare, run_all, simulate_case
 from aclgraph_dispatch.bench.contenders import CONTENDERS
 from aclgraph_dispatch.bench.table import table
 from aclgraph_dispatch.errors import ConfigError, TraceError
@@ -78,7 +81,7 @@ def test_document_says_what_was_simulated(document):
     st.booleans(),
     st.integers(0, 3),
     st.integers(1, 3),
-    st.sampled_from(["qwen2.5-7b", "deepseek-v3"]),
+    st.sampled_from(["deepseek-v2-lite", "deepseek-v3"]),
     st.floats(0.2, 20),
 )
 @settings(max_examples=25, deadline=None)
@@ -124,6 +127,13 @@ def test_every_case_serves_all_requests(name, is_async, num_spec_tokens, ranks, 
             ConfigError,
             "must hold a decode with its drafts, 4 tok",
         ),
+        ({"model": "qwen2.5-7b", "ranks": 4}, ConfigError, "must be 1: 4; simulate one .*--rate 0.25"),
+        (
+            {"device": "h200", "model": "qwen3-235b-a22b", "tensor_parallel": 1},
+            ConfigError,
+            "share it among more ranks",
+        ),
+        ({"rate": 1e-300}, ConfigError, "'rate' must leave all arrivals below"),
         ({"max_model_len": 2}, ConfigError, "'max_model_len' must be above the shortest prompt"),
     ],
 )
@@ -189,3 +199,111 @@ def test_calibration_as_a_device(tmp_path):
         compare(attrs.evolve(case, num_blocks=None), ["eager"])
     with pytest.raises(ConfigError, match="'device' must be a calibration of the model that is compared"):
         compare(attrs.evolve(case, model="deepseek-v2-lite"), ["eager"])
+
+
+def tpot(case: Case, name: str = "full_and_piecewise") -> float:
+    return float(compare(case, [name])["contenders"][0]["metrics"]["tpot_ms"]["mean"])
+
+
+def test_settings_reach_the_cost():
+    """
+    Steps without async scheduling take longer, heavier weights too, and layers shared by more ranks less.
+    """
+    case = attrs.evolve(CASE, model="qwen3-8b", limit=10)
+
+    assert tpot(attrs.evolve(case, async_scheduling=False)) > tpot(case) + 2
+    assert tpot(attrs.evolve(case, weight_bytes=1.0)) < tpot(case)
+    assert tpot(attrs.evolve(case, tensor_parallel=4)) < tpot(case)
+
+
+def test_experts_are_spread_over_ranks():
+    """
+    Ranks of an expert model share the experts, and those see the tokens of all ranks.
+    """
+    alone, _ = find_model(CASE)
+    shared, tensor_parallel = find_model(attrs.evolve(CASE, ranks=4))
+    group, of_group = find_model(attrs.evolve(CASE, model="deepseek-v3", ranks=2))
+
+    assert (1, 16) == (tensor_parallel, of_group)
+    assert alone.expert_bytes / 4 == shared.expert_bytes
+    assert (1.0, 4.0, 2.0) == (alone.expert_tokens, shared.expert_tokens, group.expert_tokens)
+
+
+def test_groups_of_ranks_take_streams():
+    """
+    The legacy ladder has fewer sizes the more kinds of parallelism there are.
+    """
+    sizes = [
+        len(compare(case, ["legacy"])["contenders"][0]["piecewise_sizes"])
+        for case in (
+            CASE,
+            attrs.evolve(CASE, ranks=2),
+            attrs.evolve(CASE, tensor_parallel=2),
+            attrs.evolve(CASE, ranks=2, tensor_parallel=2),
+        )
+    ]
+
+    assert sizes[0] > sizes[1] == sizes[2] > sizes[3]
+
+
+def test_graphs_take_the_room_of_blocks():
+    """
+    The more graphs are captured, the fewer blocks are left, unless their number is given.
+    """
+    names = ["eager", "full_and_piecewise", "to_budget"]
+    left = [c["metrics"]["num_blocks"] for c in compare(CASE, names)["contenders"]]
+    given = [c["metrics"]["num_blocks"] for c in compare(attrs.evolve(CASE, num_blocks=9000), names)["contenders"]]
+
+    assert left[0] > left[1] > left[2]
+    assert [9000] * 3 == given
+
+
+def test_limit_counts_inside_a_slice():
+    """
+    A limit takes the first requests of the slice, not of the trace; what is cut or left out is counted.
+    """
+    sliced = attrs.evolve(CASE, start_seconds=60.0, limit=5, max_model_len=1000)
+    whole = load_trace(attrs.evolve(CASE, limit=None))
+    found = compare(sliced, ["eager"])["trace"]
+    expected = [r for r in whole.requests if r.arrival_seconds >= 60][:5]
+
+    assert [r.prompt_tokens for r in expected] == [r.prompt_tokens for r in load_trace(sliced).requests]
+    assert sum(r.prompt_tokens >= 1000 for r in expected) == found["num_too_long"]
+    assert sum(r.prompt_tokens < 1000 < r.prompt_tokens + r.output_tokens for r in expected) == found["num_cut"]
+
+
+def test_luck_depends_on_the_seed():
+    """
+    Another seed accepts other drafts of the same requests; so do the intervals depend on it.
+    """
+    path_free = {"num_spec_tokens": 3, "model": "qwen2.5-7b", "limit": 40}
+    first, second = (attrs.evolve(CASE, seed=seed, **path_free) for seed in (0, 1))
+    requests = load_trace(first)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(case_module, "load_trace", lambda _case: requests)
+
+        assert tpot(first) != tpot(second)
+
+
+def test_choosing_by_cost_is_not_worse():
+    """
+    On a dense model, where padding costs, and on one with many kernels, where eager does, choosing by cost is as
+    good as the better fixed ladder.
+    """
+    for model in ("qwen2.5-7b", "deepseek-v2-lite", "deepseek-v3"):
+        case = attrs.evolve(CASE, model=model, limit=150)
+        best = min(tpot(case, name) for name in ("full_and_piecewise", "to_budget"))
+
+        assert tpot(case, "by_cost") <= 1.005 * best
+
+
+def test_process_that_is_killed():
+    """
+    A process that dies is one error, not a traceback of the pool.
+    """
+    with pytest.raises(ConfigError, match="a process of '--jobs' was killed"):
+        list(run_all([(CASE, "die"), (CASE, "eager")], jobs=2, run=die))
+
+
+def die(_case: Case, _name: str) -> dict:
+    os._exit(9)

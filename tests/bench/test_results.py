@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from aclgraph_dispatch.bench.compare import Case
+from aclgraph_dispatch.bench.case import Case
 from aclgraph_dispatch.bench.contenders import CONTENDERS
 from aclgraph_dispatch.bench.sweep import grid, sweep
 from aclgraph_dispatch.bench.table import markdown

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from aclgraph_dispatch import Batch, BatchKind, CapturePlan, Dispatcher
+from aclgraph_dispatch import Batch, BatchKind, CapturePlan, Dispatcher, RuntimeMode
 from aclgraph_dispatch.bench.scheduling import ScheduledStep
 from aclgraph_dispatch.bench.timers import CostTimer, OracleTimer, step_load
 from aclgraph_dispatch.cost_model import CostModel, StepLoad
@@ -66,3 +66,5 @@ def test_timers_ask_the_model():
     assert 0 == oracle.host_seconds == oracle.prepare_seconds == oracle.sync_seconds
     assert oracle.device_seconds + oracle.sample_seconds == oracle.seconds
     assert oracle.seconds < time.seconds
+    exact = cost.times(RuntimeMode.NONE, 5, step_load(decodes))
+    assert exact.device_seconds == oracle.device_seconds
