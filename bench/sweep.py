@@ -18,7 +18,8 @@ import attrs
 import aclgraph_dispatch.bench
 from aclgraph_dispatch.errors import ConfigError
 
-from .compare import Case, Task, check_contenders, document, load_trace, run_all
+from .case import Case, load_trace
+from .compare import Task, check_contenders, document, run_all
 from .files import whole_file
 
 

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from aclgraph_dispatch.bench import sweep as sweep_module
-from aclgraph_dispatch.bench.compare import Case, compare
+from aclgraph_dispatch.bench.case import Case
+from aclgraph_dispatch.bench.compare import compare
 from aclgraph_dispatch.bench.sweep import grid, sweep
 from aclgraph_dispatch.errors import ConfigError
 
