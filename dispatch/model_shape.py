@@ -253,7 +253,7 @@ def kv_blocks(
     if num_blocks < 1:
         raise ConfigError(
             f"'device_memory_bytes' must hold the weights of {model.name}, {model.memory_bytes / 1e9:.1f} GB, and "
-            f"a KV cache: {device_memory_bytes / 1e9:.1f} GB at {gpu_memory_utilization}; share it among more ranks "
-            "(tensor_parallel)"
+            f"a KV cache: {device_memory_bytes / 1e9:.1f} GB at {gpu_memory_utilization}; share it among more "
+            "ranks (tensor_parallel)"
         )
     return num_blocks

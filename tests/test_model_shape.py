@@ -265,3 +265,18 @@ def test_too_large():
         kv_blocks(ModelShape.from_config(V3), 64 * 2**30)
 
     assert "must hold the weights of deepseek_v3, 1342.1 GB, and a KV cache: 68.7 GB at 0.9" in str(excinfo.value)
+
+
+def test_weights_as_the_configuration_says():
+    """
+    A configuration quantized to FP8 has weights of one byte, unless told otherwise; another method is an error.
+    """
+    config = dict(LLAMA)
+    fp8 = config | {"quantization_config": {"quant_method": "fp8"}}
+
+    assert 1.0 == ModelShape.from_config(fp8).weight_bytes
+    assert 2.0 == ModelShape.from_config(fp8, weight_bytes=2.0).weight_bytes
+    assert 2.0 == ModelShape.from_config(config).weight_bytes
+    for wrong in ({"quant_method": "awq"}, "awq"):
+        with pytest.raises(ConfigError, match="'quantization_config' is understood for fp8 only: 'awq'"):
+            ModelShape.from_config(config | {"quantization_config": wrong})

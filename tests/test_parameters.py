@@ -140,3 +140,13 @@ def test_binary_file(tmp_path):
     for wrong in (path, tmp_path / "absent.json"):
         with pytest.raises(ConfigError, match=r"must be a model's config\.json: "):
             read_config(wrong)
+
+
+def test_dense_layers_must_be_a_list():
+    """
+    The dense layers of an expert model are a list, or an error.
+    """
+    config = dict(MOE) | {"mlp_only_layers": 5}
+
+    with pytest.raises(ConfigError, match="'mlp_only_layers' must be a list: 5"):
+        ParameterCount(config, "model")
