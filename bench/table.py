@@ -29,7 +29,7 @@ def table(document: Mapping[str, Any]) -> str:
     """
     trace, settings = document["trace"], document["settings"]
     lines = [
-        f"{trace['num_requests']} requests of {trace['name']} at rate {settings['rate']:g}, "
+        f"{served(trace)} at rate {settings['rate']:g}, "
         f"{document['model']['name']} on {document['device']['name']}, scheduler {settings['scheduler']}",
         _beyond(document["device"].get("extrapolated_share")),
         " " * _NAME_WIDTH + "".join(f"{top:>{width}}" for top, _, width, _ in _COLUMNS),
@@ -39,6 +39,21 @@ def table(document: Mapping[str, Any]) -> str:
         cells = (_cell(value(contender["metrics"]), width) for _, _, width, value in _COLUMNS)
         lines.append(f"{contender['name']:<{_NAME_WIDTH}}" + "".join(cells))
     return "\n".join(lines)
+
+
+def served(trace: Mapping[str, Any]) -> str:
+    """
+    How many requests of a comparison's trace were simulated, and what became of the others.
+    """
+    num_left_out, num_cut = trace.get("num_too_long", 0), trace.get("num_cut", 0)
+    notes = []
+    if num_left_out:
+        whose = "its prompt is" if num_left_out == 1 else "their prompts are"
+        notes.append(f"{num_left_out} left out, {whose} too long")
+    if num_cut:
+        notes.append(f"{num_cut} output{'s' if num_cut > 1 else ''} cut")
+    note = f" ({'; '.join(notes)})" if notes else ""
+    return f"{trace['num_requests'] - num_left_out} requests of {trace['name']}{note}"
 
 
 def _beyond(share: float | None) -> str:
@@ -68,7 +83,8 @@ def markdown(documents: Sequence[Mapping[str, Any]]) -> str:
             ]
             for document in rows:
                 means = {c["name"]: _rounded(c["metrics"][key]["mean"]) for c in document["contenders"]}
-                best = min((means[name] for name in names if name != ORACLE), key=float)
+                real = [m for name, m in means.items() if name != ORACLE and m != "-"]
+                best = min(real, key=float, default=None)
                 cells = [f"**{m}**" if m == best and name != ORACLE else m for name, m in means.items()]
                 rate = document["settings"]["rate"]
                 trace = stem(document["trace"]["name"]) + (f" x {rate:g}" if rate != 1 else "")
@@ -86,4 +102,4 @@ def stem(name: str) -> str:
 
 def _rounded(value: float | None) -> str:
     # Three digits, but no fraction of a large number.
-    return "nan" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+    return "-" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"

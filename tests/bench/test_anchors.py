@@ -2,11 +2,12 @@ import json
 import re
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from aclgraph_dispatch.bench.anchors import Anchor, Result, Standing, describe, results
+from aclgraph_dispatch.bench.anchors import Anchor, Result, Standing, describe, figures, results
 from aclgraph_dispatch.bench.published import ANCHORS, CODER_480B, QWEN3_1_7B, closed_loop, loop_ttft, shape
 from aclgraph_dispatch.bench.simulate import Simulation
 from aclgraph_dispatch.cli import main
@@ -103,10 +104,12 @@ def test_every_listed_anchor_is_there():
 
 def test_circular_anchors_are_marked():
     """
-    Those that chose the constant which predicts them are circular, the note says which, and the catalogue names
-    them as a source.
+    Those that chose the constant which predicts them, or are met only by it, are circular; the note says which,
+    and the catalogue names them as a source.
     """
     chose = {("va#7723", "256K tokens of"), ("va#9404", "host"), ("xLLM#2053", "8B"), ("xLLM#2053", "1.7B")}
+    # Met by what the first of them chose.
+    chose |= {("va#7723", "768K / 256K")}
     chose |= {
         ("v#25444", "PIECEWISE to"),
         ("v#45709", "TPOT eager"),
@@ -143,6 +146,31 @@ def test_a_gain_is_judged_as_a_gain():
 
     assert [True, False, None] == [Result(anchor, value).is_within for value in (20.0, 19.9, None)]
     assert "not checkable" in describe([Result(anchor, None)])
+
+
+def test_a_measurement_counts_once():
+    """
+    Under several assumptions a measurement counts once, and as met only if it is under all of them.
+    """
+    anchor = Anchor("x#1", "time", 10.0, "ms", lambda: 10.0, "nowhere")
+    again = attrs.evolve(anchor, is_repeated=True)
+    found = [
+        Result(anchor, 10.0),
+        Result(again, 20.0),
+        Result(anchor, 10.0),
+        Result(again, 9.0),
+        Result(anchor, 1.0),
+    ]
+
+    assert {"within": 1, "outside": 2} == figures(found)["counts"]["independent"]
+    assert ["va#6966"] == [a.source for a in ANCHORS if a.is_repeated]
+
+
+def test_host_covers_the_device_term():
+    """
+    That eager steps of long contexts are met says nothing of the device, for ours do not depend on the context.
+    """
+    assert 1 == pytest.approx(ours("va#7723", "768K / 256K"))
 
 
 def test_command():

