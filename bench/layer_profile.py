@@ -27,10 +27,6 @@ without that table gets alpha 0: what was not measured is not corrected.
 There are no host times in it, and no graph modes: kernels are as long in a graph as outside.
 """
 
-import csv
-import gzip
-import io
-import zlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +41,7 @@ from aclgraph_dispatch.errors import ConfigError
 from aclgraph_dispatch.model_shape import ModelShape
 from aclgraph_dispatch.step_plan import Part
 
+from .profile_table import LABELS, find_table, number, read_table
 from .scheduling import ScheduledStep
 
 MICROSECOND = 1e-6
@@ -181,6 +178,8 @@ class LayerProfile:
         attention: Microseconds of attention.
         moe: Microseconds of the experts by tokens, and by activated experts; empty for dense models.
         skew: The correction for unequal decodes, where it was measured.
+        variant: The numbers' format, as the profile has it: "bf16".
+        assumptions: What the profile did not say.
     """
 
     model: str
@@ -190,6 +189,8 @@ class LayerProfile:
     attention: AttentionTable
     moe: Sequence[tuple[int, Line]]
     skew: SkewTable | None
+    variant: str = ""
+    assumptions: tuple[str, ...] = ()
 
     def attention_microseconds(self, chunk: int, history: float, contexts: Sequence[int]) -> float:
         """
@@ -299,27 +300,47 @@ def read_profile(directory: Path, *, tensor_parallel: int = 1, expert_parallel: 
     meta = _read_meta(directory / "meta.yaml")
     inside = directory / f"tp{tensor_parallel}"
     tables = inside if inside.is_dir() else directory
-    dense = _lines(_read_table(tables, "dense", ("layer", "tokens", "time_us")))
-    per_sequence = _lines(_read_table(tables, "per_sequence", ("layer", "sequences", "time_us")))
-    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
-    attention = AttentionTable(
-        (int(chunk), int(history), int(decodes), int(context), float(time))
-        for chunk, history, decodes, context, time in _read_table(tables, "attention", names)
-    )
-    moe = _read_moe(tables, expert_parallel) if _find(tables, "moe") is not None else []
-    skew = _read_skew(tables, meta, tensor_parallel) if _find(tables, "skew_fit") is not None else None
+    degrees = meta.get("tp_degrees")
+    is_told = degrees == [tensor_parallel] or (tensor_parallel == 1 and (degrees is None or 1 in degrees))
+    assumptions = []
+    if tables is directory and not is_told:
+        assumptions.append(
+            f"the profile's tables are for tensor parallelism {tensor_parallel}: it does not say so"
+        )
     return LayerProfile(
-        str(meta.get("model", "")), str(meta.get("gpu", "")), dense, per_sequence, attention, moe, skew
+        str(meta.get("model") or ""),
+        str(meta.get("gpu") or ""),
+        _lines(read_table(tables, "dense", ("layer", "tokens"))),
+        _lines(read_table(tables, "per_sequence", ("layer", "sequences"))),
+        _read_attention(tables),
+        _read_moe(tables, expert_parallel) if find_table(tables, "moe") is not None else [],
+        _read_skew(tables, meta, tensor_parallel) if find_table(tables, "skew_fit") is not None else None,
+        variant=str(meta.get("variant") or ""),
+        assumptions=tuple(assumptions),
     )
+
+
+def _read_attention(directory: Path) -> AttentionTable:
+    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+    rows = read_table(directory, "attention", names, only_layer=True)
+    for kind, is_there in (
+        ("of decodes alone", any(not chunk and decodes for chunk, _, decodes, _ in rows)),
+        ("with a prefill chunk", any(chunk for chunk, *_ in rows)),
+    ):
+        if not is_there:
+            raise ConfigError(
+                f"{directory} must hold rows {kind} in attention.csv: there is none; profile them too"
+            )
+    return AttentionTable((*key, time) for key, time in rows.items())
 
 
 def _read_moe(directory: Path, expert_parallel: int) -> list[tuple[int, Line]]:
-    rows = _read_table(directory, "moe", ("tokens", "activated_experts", "time_us"), optional=("ep",))
     by_tokens: dict[int, Line] = defaultdict(list)
-    for tokens, activated, time, ranks in rows:
-        # Older profiles know of no expert parallelism.
-        if int(ranks or 1) == expert_parallel:
-            by_tokens[int(tokens)].append((float(activated), float(time)))
+    # Older profiles know of no expert parallelism.
+    rows = read_table(directory, "moe", ("tokens", "activated_experts", "ep"), defaults={"ep": "1"})
+    for (tokens, activated, ranks), time in rows.items():
+        if ranks == expert_parallel:
+            by_tokens[tokens].append((float(activated), time))
     if not by_tokens:
         raise ConfigError(f"{directory} must hold experts measured for ep {expert_parallel} in moe.csv")
     return sorted((tokens, sorted(line)) for tokens, line in by_tokens.items())
@@ -327,71 +348,28 @@ def _read_moe(directory: Path, expert_parallel: int) -> list[tuple[int, Line]]:
 
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
-        meta = yaml.safe_load(path.read_text())
+        meta = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
         raise ConfigError(f"{path} cannot be read as a profile's description: {exc}") from None
     if not isinstance(meta, dict):
         raise ConfigError(f"{path} must hold keys and values, as the profiler writes them")
+    degrees = meta.get("tp_degrees")
+    if not isinstance(degrees, list | None):
+        raise ConfigError(f"{path}, tp_degrees: must be a list of integers: {degrees!r}")
     return meta
 
 
-def _find(directory: Path, name: str) -> Path | None:
-    for path in (directory / f"{name}.csv", directory / f"{name}.csv.gz"):
-        if path.is_file():
-            return path
-    return None
-
-
-def _read_table(
-    directory: Path, name: str, columns: Sequence[str], *, optional: Sequence[str] = ()
-) -> list[tuple[str, ...]]:
-    path = _find(directory, name)
-    if path is None:
-        raise ConfigError(f"{directory} must hold {name}.csv, or {name}.csv.gz")
-    try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{path} cannot be read: {exc}") from None
-    reader = csv.DictReader(io.StringIO(text))
-    missing = set(columns) - set(reader.fieldnames or ())
-    if missing:
-        raise ConfigError(f"{path}, line 1: columns {', '.join(sorted(missing))} are missing")
-    rows = []
-    for row in reader:
-        values = tuple(row[column] for column in columns) + tuple(row.get(column) or "" for column in optional)
-        for column, value in zip(columns, values, strict=False):
-            if column not in ("layer", *_SKEW_LABELS):
-                _check_number(f"{path}, line {reader.line_num}, column {column}", value)
-        rows.append(values)
-    if not rows:
-        raise ConfigError(f"{path} must hold at least one row")
-    return rows
-
-
-def _check_number(where: str, value: str | None) -> None:
-    try:
-        number = float(value or "")
-    except ValueError:
-        raise ConfigError(f"{where}: must be a number: {value!r}") from None
-    if not abs(number) < float("inf"):
-        raise ConfigError(f"{where}: must be finite: {value!r}")
-
-
-def _lines(rows: Iterable[tuple[str, ...]]) -> dict[str, Line]:
+def _lines(rows: Mapping[tuple[Any, ...], float]) -> dict[str, Line]:
     lines: dict[str, Line] = defaultdict(list)
-    for layer, x, time in rows:
-        lines[layer].append((float(x), float(time)))
+    for (layer, x), time in rows.items():
+        lines[layer].append((float(x), time))
     for line in lines.values():
         line.sort()
     return dict(lines)
 
 
-_SKEW_LABELS = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
-
-
 def _read_skew(directory: Path, meta: Mapping[str, Any], tensor_parallel: int) -> SkewTable:
-    rows = _read_table(directory, "skew_fit", ("pc", *_SKEW_LABELS, "alpha"))
+    alphas = read_table(directory, "skew_fit", ("pc", *LABELS), value="alpha", only_layer=True)
     try:
         fit = meta["skew_fit"]
         of_tp = fit["per_tp"][tensor_parallel]
@@ -400,9 +378,11 @@ def _read_skew(directory: Path, meta: Mapping[str, Any], tensor_parallel: int) -
             name: (tuple(map(float, bins[f"{name}_bins"][1:])), tuple(bins[f"{name}_labels"]))
             for name in ("n", "skew_rate", "kv_big", "kp")
         }
-        default = float(of_tp["alpha_default"])
-    except (KeyError, TypeError, ValueError) as exc:
+        for name, (ends, labels) in axes.items():
+            if not labels or len(ends) != len(labels):
+                raise ValueError(f"{name}: {len(labels)} labels for {len(ends)} bins")
+        default = number("alpha_default", str(of_tp["alpha_default"]))
+    except (KeyError, TypeError, AttributeError, ValueError, ConfigError) as exc:
         msg = f"meta.yaml must describe the bins of skew_fit.csv (skew_fit.bucket_axes, per_tp): {exc!r}"
         raise ConfigError(msg) from None
-    alphas = {(int(pc), n, rate, big, history): float(alpha) for pc, n, rate, big, history, alpha in rows}
     return SkewTable(tuple(sorted({key[0] for key in alphas})), axes, alphas, default)

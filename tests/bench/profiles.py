@@ -23,9 +23,16 @@ def attention_us(chunk: float, history: float, decodes: float, context: float) -
     return 5 + chunk / 8 + history / 50 + decodes * context / 200
 
 
-def write_profile(directory: Path, *, compressed: bool = False, skew: bool = True, moe: bool = False) -> Path:
+def write_profile(
+    directory: Path,
+    *,
+    compressed: bool = False,
+    skew: bool = True,
+    moe: bool = False,
+    more_meta: dict | None = None,
+) -> Path:
     """
-    Write a profile of a model with few points, on a card of the RTX 4090's name.
+    Write a profile of a model with few points, on a card of the RTX 4090's name; *more_meta* adds to meta.yaml.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _write(
@@ -68,18 +75,25 @@ def write_profile(directory: Path, *, compressed: bool = False, skew: bool = Tru
             },
             "per_tp": {1: {"alpha_default": 0.1}},
         }
-    (directory / "meta.yaml").write_text(yaml.safe_dump(meta))
+    (directory / "meta.yaml").write_text(yaml.safe_dump(meta | (more_meta or {})))
     return directory
 
 
-def write_run(directory: Path, rows: list[dict], *, settings: dict | None = None, blocks: bool = False) -> Path:
+def write_run(
+    directory: Path,
+    rows: list[dict],
+    *,
+    settings: dict | None = None,
+    meta: dict | None = None,
+    blocks: bool = False,
+) -> Path:
     """
-    Write a run of *rows*, each with the times and lengths of a request.
+    Write a run of *rows*, each with the times and lengths of a request; *settings* and *meta* add to its file.
     """
     directory.mkdir(parents=True, exist_ok=True)
     engine = {"max_num_seqs": 8, "max_num_batched_tokens": 64} | (settings or {})
-    meta = {"model": "someone/Llama-3.1-8B", "vllm_version": "0.19.0", "engine_kwargs": engine}
-    (directory / "meta.json").write_text(json.dumps(meta))
+    told = {"model": "someone/Llama-3.1-8B", "vllm_version": "0.19.0", "engine_kwargs": engine}
+    (directory / "meta.json").write_text(json.dumps(told | (meta or {})))
     (directory / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if blocks:
         with gzip.open(directory / "blocks.jsonl.gz", "wt") as file:

@@ -64,6 +64,8 @@ def test_negative_controls_are_found(anchor):
     """
     assert CONTROLS.keys() == anchor.controls.keys()
     assert all(control.outside() for control in anchor.controls.values())
+    assert [False] * 3 == [control["inside"] for control in figures(anchor)["controls"].values()]
+    assert "cannot tell" not in describe(anchor)
     assert [] == anchor.failures
 
 
@@ -129,8 +131,9 @@ def test_several_cards_are_a_band(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"settings": {"max_num_seqs": None}}, "engine_kwargs.max_num_seqs: must be an integer >= 1: None"),
-        ({"settings": {"max_num_seqs": "8"}}, "engine_kwargs.max_num_seqs: must be an integer >= 1: '8'"),
+        ({"settings": {"max_num_seqs": None}}, "meta.json, max_num_seqs: must be an integer >= 1: None"),
+        ({"settings": {"max_num_seqs": "8"}}, "meta.json, max_num_seqs: must be an integer >= 1: '8'"),
+        ({"settings": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size: 2 is not simulated"),
         ({"num_blocks": 2}, "'num_blocks' must hold the longest request"),
         ({"model_config": Path("nowhere.json")}, r"nowhere.json must be a model's config.json"),
     ],
@@ -141,6 +144,128 @@ def test_impossible_run(tmp_path, options, message):
     """
     with pytest.raises(ConfigError, match=message):
         simulate(tmp_path, **options)
+
+
+def settled(requests: list[dict], comparison) -> list[dict]:
+    """
+    The same requests, with the times that were simulated.
+    """
+    times = zip(comparison.simulated.ttft, comparison.simulated.e2el, strict=True)
+    return [
+        row | {"first_token_ts": row["queued_ts"] + ttft, "last_token_ts": row["queued_ts"] + e2el}
+        for row, (ttft, e2el) in zip(requests, times, strict=True)
+    ]
+
+
+def test_control_inside_is_told(tmp_path):
+    """
+    A negative control that a run cannot tell apart is told, and is no failure: here nobody decodes beside a
+    prefill, and no step comes near a budget of 512.
+    """
+    requests = settled(rows(), simulate(tmp_path / "first").comparisons["simulated"])
+    result = simulate(tmp_path / "second", requests=requests)
+
+    assert [] == result.failures
+    assert [True, True, True] == [c["inside"] for c in figures(result)["controls"].values()]
+    assert 3 == describe(result).count("inside: this run cannot tell it apart")
+    assert "inside the gate" == describe(result).splitlines()[-1]
+
+
+def test_budget_that_holds_not_every_request(tmp_path):
+    """
+    A token budget below a run's number of requests is no engine's, and left out of the controls.
+    """
+    result = simulate(tmp_path, settings={"max_num_seqs": 600, "max_num_batched_tokens": 2048})
+
+    assert [name for name in CONTROLS if "512" not in name] == list(result.controls)
+
+
+@pytest.mark.parametrize("make_scheduler", [CompactScheduler, VllmScheduler])
+def test_no_request_has_a_second_token(tmp_path, make_scheduler):
+    """
+    Without a second token there is no TPOT: it is told, null in the JSON, and judged by nobody.
+    """
+    requests = [row | {"output_toks": 1, "last_token_ts": row["first_token_ts"]} for row in rows()]
+    profile = write_profile(tmp_path / "profile")
+    first = run_fidelity(profile, write_run(tmp_path / "first", requests), make_scheduler=make_scheduler)
+    requests = settled(requests, first.comparisons["simulated"])
+    result = run_fidelity(profile, write_run(tmp_path / "run", requests), make_scheduler=make_scheduler)
+    printed = json.loads(json.dumps(figures(result), allow_nan=False))
+
+    assert [] == result.failures
+    assert printed["comparisons"]["simulated"]["errors"]["mean TPOT"] is None
+    assert {"real": None, "simulated": None} == printed["comparisons"]["simulated"]["milliseconds"]["mean TPOT"]
+    assert 2 == describe(result).count("no request has a second token")
+
+
+def test_times_of_nothing(tmp_path):
+    """
+    A measured time of zero, from a coarse clock, cannot be met: it is outside the gate, and null in the JSON.
+    """
+    requests = [row | {"first_token_ts": row["queued_ts"], "last_token_ts": row["queued_ts"]} for row in rows()]
+    result = simulate(tmp_path, requests=requests)
+    printed = json.loads(json.dumps(figures(result), allow_nan=False))
+
+    assert [f"{name} is outside the gate" for name in GATE] == result.failures
+    assert {None} == set(printed["comparisons"]["simulated"]["errors"].values())
+
+
+@pytest.mark.parametrize("make_scheduler", [CompactScheduler, VllmScheduler])
+def test_request_longer_than_the_model(tmp_path, make_scheduler):
+    """
+    A prompt that the longest sequence cannot hold is the same error with both schedulers.
+    """
+    profile = write_profile(tmp_path / "profile")
+    run = write_run(tmp_path / "run", rows(), settings={"max_model_len": 40})
+
+    with pytest.raises(ConfigError, match="prompt and output together must be <= max_model_len = 40: 45"):
+        run_fidelity(profile, run, make_scheduler=make_scheduler)
+
+
+@pytest.mark.parametrize("make_scheduler", [CompactScheduler, VllmScheduler])
+def test_small_cache_and_failed_requests(tmp_path, make_scheduler):
+    """
+    A run of a newer vLLM with few blocks is simulated with its preemptions, without the requests that failed.
+    """
+    long = [row | {"output_toks": 60, "arrival_time": 1000.0, "queued_ts": 50.0} for row in rows()]
+    for row in long:
+        row |= {"first_token_ts": 50.5, "last_token_ts": 52.0}
+    long[3] |= {"first_token_ts": None, "last_token_ts": None}
+    meta = {
+        "vllm_version": "0.28.0",
+        "kv_cache": {"num_gpu_blocks": 20},
+        "resolved_config": {
+            "cache_config": {"block_size": 16, "enable_prefix_caching": True},
+            "compilation_config": {"cudagraph_capture_sizes": [64, 32, 8, 4, 2, 1]},
+        },
+    }
+    profile = write_profile(tmp_path / "profile")
+    run = write_run(tmp_path / "run", long, settings={"model": "/models/Llama-3.1-8B"}, meta=meta, blocks=False)
+    result = run_fidelity(profile, run, make_scheduler=make_scheduler)
+    comparison = result.comparisons["simulated"]
+
+    assert 20 == result.setup.settings.num_blocks
+    assert comparison.num_preemptions > 0
+    assert 29 == len(comparison.real.ttft) == len(comparison.simulated.ttft)
+    assert "assumed: 1 of 30 requests failed: they are left out, and took no time" in describe(result)
+
+
+def test_experts_on_two_engines(tmp_path):
+    """
+    A data-parallel run of a model with experts is simulated on as many engines, each with its own blocks.
+    """
+    names = {"model": "Qwen/Qwen3-30B-A3B"}
+    profile = write_profile(tmp_path / "profile", skew=False, moe=True, more_meta=names)
+    table = (profile / "moe.csv").read_text().splitlines()
+    (profile / "moe.csv").write_text("\n".join([table[0], *(f"2{line[1:]}" for line in table[1:])]))
+    settings = {"data_parallel_size": 2, "enable_expert_parallel": True, "max_model_len": None}
+    meta = names | {"kv_cache": {"num_gpu_blocks": 75638}}
+    run = write_run(tmp_path / "run", rows(), settings=settings, meta=meta)
+    result = run_fidelity(profile, run, make_scheduler=CompactScheduler)
+
+    assert (2, 37819) == (result.setup.num_ranks, result.setup.settings.num_blocks)
+    assert [] == result.failures
+    assert LINKS.keys() == result.comparisons.keys()
 
 
 @pytest.mark.parametrize(
@@ -154,9 +279,8 @@ def test_unknown_model_or_card(tmp_path, key, value, message):
     """
     An unknown model or card is an error that names the option which helps.
     """
-    profile, run = write_profile(tmp_path / "profile", skew=False), write_run(tmp_path / "run", rows())
-    meta = {"model": "someone/Llama-3.1-8B", "gpu": "NVIDIA GeForce RTX 4090"} | {key: value}
-    (profile / "meta.yaml").write_text(json.dumps(meta))
+    profile = write_profile(tmp_path / "profile", skew=False, more_meta={key: value})
+    run = write_run(tmp_path / "run", rows(), meta={key: value})
 
     with pytest.raises(ConfigError, match=message):
         run_fidelity(profile, run, make_scheduler=CompactScheduler)
@@ -178,6 +302,21 @@ def test_command(tmp_path):
     assert [] == [
         line for line in CliRunner().invoke(main, [*arguments, "--json"]).output.splitlines()[1:] if line
     ]
+
+
+def test_command_with_controls_inside(tmp_path):
+    """
+    A run that the simulation meets gives exit code 0, though no negative control can be told apart on it.
+    """
+    profile = write_profile(tmp_path / "profile")
+    first = run_fidelity(profile, write_run(tmp_path / "first", rows()), make_scheduler=CompactScheduler)
+    run = write_run(tmp_path / "run", settled(rows(), first.comparisons["simulated"]))
+    result = CliRunner().invoke(
+        main, ["bench", "fidelity", "--profile", str(profile), "--run", str(run), "--fast"]
+    )
+
+    assert 0 == result.exit_code
+    assert all(control["inside"] for control in json.loads(result.output.splitlines()[-1])["controls"].values())
 
 
 def test_command_without_its_folders(tmp_path):

@@ -225,3 +225,70 @@ def test_experts_that_were_not_measured(tmp_path):
     """
     with pytest.raises(ConfigError, match="must hold experts measured for ep 4"):
         read_profile(write_profile(tmp_path, moe=True), expert_parallel=4)
+
+
+def test_attention_of_a_newer_profiler(tmp_path):
+    """
+    Attention rows may name their layer and the tokens of a decode; a second kind of layer is an error.
+    """
+    path = write_profile(tmp_path, skew=False) / "attention.csv"
+    header, *rows = path.read_text().splitlines()
+    newer = [f"{header},layer,decode_q_len", *(f"{row},attention,1" for row in rows)]
+    path.write_text("\n".join([*newer, *(f"{row}9,attention,4" for row in rows)]))
+    contexts = [200, 1000]
+
+    assert attention_us(0, 0, 2, 600) == pytest.approx(
+        read_profile(tmp_path).attention_microseconds(0, 0, contexts)
+    )
+
+    path.write_text("\n".join([*newer, *(f"{row},sliding,1" for row in rows)]))
+    with pytest.raises(ConfigError, match="the table must be of one kind of layer: 'attention' and 'sliding'"):
+        read_profile(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (lambda chunk, decodes: chunk > 0, "must hold rows of decodes alone in attention.csv: there is none"),
+        (lambda chunk, decodes: chunk == 0, "must hold rows with a prefill chunk in attention.csv: there is none"),
+    ],
+)
+def test_attention_that_lacks_a_kind_of_step(tmp_path, keep, message):
+    """
+    Attention without rows of pure decodes, or without any prefill, is one error.
+    """
+    path = write_profile(tmp_path) / "attention.csv"
+    header, *rows = path.read_text().splitlines()
+    numbers = [[int(n) for n in row.split(",")[:4]] for row in rows]
+    path.write_text("\n".join([header, *(r for r, n in zip(rows, numbers, strict=True) if keep(n[0], n[2]))]))
+
+    with pytest.raises(ConfigError, match=message):
+        read_profile(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "tensor_parallel", "num_assumptions"),
+    [(None, 1, 0), ([1, 2], 1, 0), ([2], 1, 1), (None, 2, 1), ([1, 2], 2, 1), ([2], 2, 0)],
+)
+def test_tables_of_unknown_tensor_parallelism(tmp_path, degrees, tensor_parallel, num_assumptions):
+    """
+    That tables outside `tp1`, `tp2` are for the run's tensor parallelism is told, unless meta.yaml says so.
+    """
+    write_profile(tmp_path, skew=False, more_meta={"tp_degrees": degrees})
+
+    assert num_assumptions == len(read_profile(tmp_path, tensor_parallel=tensor_parallel).assumptions)
+
+
+def test_broken_bins(tmp_path):
+    """
+    Bins without a label each, and tensor parallelism that is no list, are errors.
+    """
+    write_profile(tmp_path)
+    text = (tmp_path / "meta.yaml").read_text()
+    (tmp_path / "meta.yaml").write_text(text.replace("    - n>4\n", ""))
+    with pytest.raises(ConfigError, match="n: 1 labels for 2 bins"):
+        read_profile(tmp_path)
+
+    (tmp_path / "meta.yaml").write_text("tp_degrees: two")
+    with pytest.raises(ConfigError, match="tp_degrees: must be a list of integers: 'two'"):
+        read_profile(tmp_path)

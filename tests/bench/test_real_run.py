@@ -1,3 +1,4 @@
+import gzip
 import json
 
 import pytest
@@ -59,7 +60,36 @@ def test_resolved_settings_come_first(tmp_path):
         ("requests.jsonl", "{}\n", TraceError, "line 1, input_toks: must be a finite number: None"),
         ("requests.jsonl", json.dumps(ROW | {"queued_ts": float("nan")}), TraceError, "line 1, queued_ts"),
         ("requests.jsonl", json.dumps(ROW | {"output_toks": True}), TraceError, "line 1, output_toks"),
-        ("requests.jsonl", json.dumps(ROW | {"output_toks": 0}), TraceError, "line 1, output_toks: must be >= 1"),
+        ("requests.jsonl", json.dumps(ROW | {"output_toks": -1}), TraceError, "line 1, output_toks: must be >= 0"),
+        ("requests.jsonl", json.dumps(ROW | {"output_toks": 10.5}), TraceError, "output_toks: must be an integer"),
+        ("requests.jsonl", json.dumps(ROW | {"input_toks": 0}), TraceError, "line 1, input_toks: must be >= 1"),
+        (
+            "requests.jsonl",
+            json.dumps(ROW | {"input_toks": None}),
+            TraceError,
+            "line 1, input_toks: must be a fin",
+        ),
+        (
+            "requests.jsonl",
+            json.dumps(ROW | {"arrival_time": 1e308}),
+            TraceError,
+            "arrival_time: must be below 1e",
+        ),
+        (
+            "requests.jsonl",
+            json.dumps(ROW | {"output_toks": 0}),
+            TraceError,
+            "one request that did not fail: 1 did",
+        ),
+        ("meta.json", '{"engine_kwargs": [1]}', ConfigError, "meta.json, engine_kwargs: must be an object: '"),
+        (
+            "meta.json",
+            '{"resolved_config": "no"}',
+            ConfigError,
+            "meta.json, resolved_config: must be an object: 'no'",
+        ),
+        ("meta.json", '{"kv_cache": 3}', ConfigError, "meta.json, kv_cache: must be an object: '3'"),
+        ("meta.json", '{"hardware": true}', ConfigError, "meta.json, hardware: must be an object: 'True'"),
         (
             "requests.jsonl",
             json.dumps(ROW | {"first_token_ts": 49.0}),
@@ -90,4 +120,50 @@ def test_blocks_of_other_requests(tmp_path):
 
     (tmp_path / "requests.jsonl").write_text(2 * (json.dumps(ROW) + "\n"))
     with pytest.raises(TraceError, match="must have a row for each of the 2 requests: 1"):
+        read_run(tmp_path)
+
+
+def test_failed_requests_are_left_out(tmp_path):
+    """
+    Requests without times or tokens are left out and counted, and blocks stay with the row they belong to.
+    """
+    rows = [ROW | {"input_toks": 32 + i, "arrival_time": 1000.0 + i, "queued_ts": 50.0 + i} for i in range(5)]
+    for row in rows:
+        row |= {"first_token_ts": row["queued_ts"] + 1, "last_token_ts": row["queued_ts"] + 2}
+    rows[0] |= {"queued_ts": None, "first_token_ts": None, "last_token_ts": None}
+    rows[2] |= {"output_toks": 0}
+    rows[3] |= {"output_toks": None}
+    write_run(tmp_path, rows)
+    with gzip.open(tmp_path / "blocks.jsonl.gz", "wt") as file:
+        for number, row in enumerate(rows):
+            file.write(json.dumps({"prompt_tokens": row["input_toks"], "prefix_blocks": [number, 9]}) + "\n")
+    run = read_run(tmp_path)
+
+    assert 3 == run.num_failed
+    assert [(33, (1, 9)), (36, (4, 9))] == [(r.prompt_tokens, r.blocks) for r in run.requests]
+    # The first of those that did not fail starts the clock.
+    assert [0.0, 3.0] == [r.arrival_seconds for r in run.requests]
+
+
+@pytest.mark.parametrize("numbers", [None, 3, "12", [1, None], [1.5], [True], [1 << 80]])
+def test_blocks_that_are_no_numbers(tmp_path, numbers):
+    """
+    Blocks other than a list of integers are one error.
+    """
+    write_run(tmp_path, [ROW])
+    with gzip.open(tmp_path / "blocks.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"prompt_tokens": 40, "prefix_blocks": numbers}))
+
+    with pytest.raises(TraceError, match=r"line 1, prefix_blocks: must be a list of integers: "):
+        read_run(tmp_path)
+
+
+def test_named_line_is_the_files(tmp_path):
+    """
+    An error names the line of the file, blank ones counted.
+    """
+    write_run(tmp_path, [ROW])
+    (tmp_path / "requests.jsonl").write_text(f"\n{json.dumps(ROW)}\n\n{json.dumps(ROW | {'input_toks': 0})}\n")
+
+    with pytest.raises(TraceError, match="line 4, input_toks"):
         read_run(tmp_path)
