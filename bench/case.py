@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 
 from aclgraph_dispatch.calibration import Calibration
-from aclgraph_dispatch.capture_plan import CapturePlan
 from aclgraph_dispatch.constants import entry
 from aclgraph_dispatch.cost_model import CostModel
 from aclgraph_dispatch.device import Device
@@ -16,6 +15,7 @@ from aclgraph_dispatch.errors import ConfigError
 from aclgraph_dispatch.model_shape import ModelShape, kv_blocks
 
 from .acceptance import MOST_DRAFTS
+from .checkpoints import MODELS
 from .ladders import Limits
 from .scheduling import SchedulerSettings
 from .synthetic import PRESETS, synthetic_requests
@@ -42,7 +42,7 @@ class Case:
 
     Args:
         trace: A trace's file, or the name of a synthetic preset.
-        model: A name in the catalogue, or the file of a model's `config.json`.
+        model: A name in the catalogue or of our tiny checkpoints, or the file of a model's `config.json`.
         device: A name in the catalogue, or a file that `calibrate` wrote, of the same model.
         rate: How many times as fast requests arrive.
         start_seconds: Where a slice of the trace starts.
@@ -99,7 +99,8 @@ class World:
         model: The model on one rank.
         tensor_parallel: Ranks that share a layer.
         cost: What times the steps.
-        settings: Of the scheduler, with the KV cache that is left beside the model alone.
+        settings: Of the scheduler. All contenders have the same KV cache, what is left beside the model: what
+            graphs take is told, but would make one contender admit fewer requests than another.
         limits: What ladders may depend on.
     """
 
@@ -156,18 +157,6 @@ def _check_blocks(case: Case, settings: SchedulerSettings, num_blocks: int) -> N
         )
 
 
-def scheduler_settings(case: Case, world: World, plan: CapturePlan) -> SchedulerSettings:
-    """
-    The scheduler's, with the blocks that graphs leave, unless their number was given.
-    """
-    if case.num_blocks is not None or not isinstance(world.cost, CostModel):
-        return world.settings
-    graph_bytes = world.cost.capture_bytes(plan)
-    num_blocks = kv_blocks(world.model, world.cost.device.memory_bytes, graph_bytes=graph_bytes)
-    _check_blocks(case, world.settings, num_blocks)
-    return attrs.evolve(world.settings, num_blocks=num_blocks)
-
-
 def load_trace(case: Case) -> Trace:
     """
     The requests of a case.
@@ -201,7 +190,9 @@ def find_model(case: Case) -> tuple[ModelShape, int]:
     layout: dict[str, Any] = {"tensor_parallel": 1, "expert_parallel": 1, "weight_bytes": None}
     config: Any = case.model
     name = None
-    if not (case.model.endswith(".json") or Path(case.model).is_dir()):
+    if case.model in MODELS:
+        config, name = MODELS[case.model], case.model
+    elif not (case.model.endswith(".json") or Path(case.model).is_dir()):
         table = entry("models", case.model)
         config, name = table["config"], case.model
         layout = {key: table[key]["value"] for key in layout}
@@ -223,9 +214,14 @@ def find_model(case: Case) -> tuple[ModelShape, int]:
 
 
 def _find_cost(case: Case, model: ModelShape) -> CostModel | Calibration:
-    if not case.device.endswith(".json"):
+    if not (case.device.endswith(".json") or Path(case.device).is_file()):
         return CostModel(model, Device.named(case.device), async_scheduling=case.async_scheduling)
     calibration = Calibration.load(case.device)
+    if case.num_spec_tokens or case.ranks > 1:
+        raise ConfigError(
+            "'num_spec_tokens' must be 0 and 'ranks' 1 with a calibration, which has measured neither: "
+            f"{case.num_spec_tokens}, {case.ranks}"
+        )
     if calibration.num_experts != model.num_experts:
         raise ConfigError(
             f"'device' must be a calibration of the model that is compared, {model.name} with {model.num_experts} "

@@ -86,7 +86,7 @@ def bench() -> None:
 
 @bench.command("compare")
 @click.option("--trace", required=True, help=f"A file, or a preset: {', '.join(PRESETS)}.")
-@click.option("--model", required=True, help=f"{', '.join(catalogue('models'))}, or a config.json.")
+@click.option("--model", required=True, help=f"{', '.join(catalogue('models'))}, gqa, mla, or a config.json.")
 @click.option("--device", required=True, help=f"{', '.join(catalogue('devices'))}, or a calibration's file.")
 @click.option("--rate", type=float, default=1.0, show_default=True, help="How many times as fast requests arrive.")
 @_shared
@@ -188,7 +188,7 @@ def fidelity(
     """
     Replay a real vLLM run on its scheduler and compare the times.
 
-    The last line is JSON. The exit code is 1 if an error is outside the gate, or a negative control inside.
+    The last line is JSON. The exit code is 1 if an error is outside the gate.
     """
     from .fidelity import describe, figures, run_fidelity
 

@@ -23,7 +23,7 @@ from aclgraph_dispatch.cost_model import CostModel
 from aclgraph_dispatch.errors import ConfigError
 
 from .acceptance import Acceptance
-from .case import Case, World, make_world, scheduler_settings
+from .case import Case, World, make_world
 from .contenders import CONTENDERS, VLLM_DEFAULT, Contender
 from .metrics import paired_ratio
 from .requests import simulated_requests
@@ -162,7 +162,7 @@ def run_contender(case: Case, name: str) -> dict[str, Any]:
             "capture_seconds": world.cost.capture_seconds(plan) if isinstance(world.cost, CostModel) else None,
             "streams": num_streams,
             "graphs": num_graphs,
-            "num_blocks": scheduler_settings(case, world, plan).num_blocks,
+            "graph_bytes": world.cost.capture_bytes(plan) if isinstance(world.cost, CostModel) else None,
             "extrapolated_share": timer.num_extrapolated / timer.num_steps
             if isinstance(timer, CalibratedTimer)
             else None,
@@ -185,10 +185,9 @@ def _simulate(case: Case, name: str, world: World, timer: StepTimer) -> Simulati
     if not requests:
         raise ConfigError(f"'max_model_len' must be above the shortest prompt of the trace: {case.max_model_len}")
     dispatcher = CONTENDERS[name].dispatcher(world.limits, world.cost)
-    settings = scheduler_settings(case, world, dispatcher.plan)
     return simulate(
         requests,
-        [_scheduler(case, settings) for _ in range(case.ranks)],
+        [_scheduler(case, world.settings) for _ in range(case.ranks)],
         [dispatcher] * case.ranks,
         timer,
         acceptance=Acceptance(case.acceptance_rate, seed=case.seed) if case.num_spec_tokens else None,
