@@ -222,11 +222,7 @@ def _find_cost(case: Case, model: ModelShape) -> CostModel | Calibration:
             "'num_spec_tokens' must be 0 and 'ranks' 1 with a calibration, which has measured neither: "
             f"{case.num_spec_tokens}, {case.ranks}"
         )
-    if calibration.num_experts != model.num_experts:
-        raise ConfigError(
-            f"'device' must be a calibration of the model that is compared, {model.name} with {model.num_experts} "
-            f"experts: {case.device} is of {calibration.model} with {calibration.num_experts}"
-        )
+    calibration.check_model(model)
     return calibration
 
 

@@ -33,7 +33,7 @@ class Contender:
         policy: A name in `POLICIES`.
         ladder: A name in `LADDERS`.
         by_cost: Whether the cost model picks among the graphs that fit, and eager.
-        is_oracle: Whether steps are neither padded nor wait for the host: no policy can be faster.
+        is_oracle: Whether steps are neither padded nor wait for the host: no step of a policy can be faster.
     """
 
     policy: str

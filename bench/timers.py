@@ -3,7 +3,7 @@
 import attrs
 
 from aclgraph_dispatch.calibration import Calibration
-from aclgraph_dispatch.cost_model import Cost, StepLoad, StepTime
+from aclgraph_dispatch.cost_model import Cost, CostModel, StepLoad, StepTime
 from aclgraph_dispatch.step_plan import Part, RuntimeMode
 
 from .scheduling import ScheduledStep
@@ -69,15 +69,19 @@ class CalibratedTimer:
 @attrs.frozen
 class OracleTimer:
     """
-    Times of a device that never waits for its host, without padding: no way to meet graphs is faster.
+    Times of a device that never waits for its host, without padding: no step can be faster.
 
     Args:
-        cost: The model.
+        cost: The model, or what was measured.
     """
 
-    cost: Cost
+    cost: CostModel | Calibration
 
     def __call__(self, step: ScheduledStep, part: Part) -> StepTime:
-        # Of the modes, eager attention is never the slower one on the device.
-        time = self.cost.times(RuntimeMode.NONE, part.num_tokens or 1, step_load(step))
-        return StepTime(0.0, 0.0, 0.0, 0.0, time.device_seconds, time.sample_seconds)
+        load, num_tokens = step_load(step), part.num_tokens or 1
+        time = self.cost.times(RuntimeMode.NONE, num_tokens, load)
+        device = time.device_seconds
+        if isinstance(self.cost, Calibration):
+            # What was measured of an eager pass may hold the host's launches.
+            device = self.cost.least_device_seconds(num_tokens, load)
+        return StepTime(0.0, 0.0, 0.0, 0.0, device, time.sample_seconds)
