@@ -16,7 +16,7 @@ from pathlib import Path
 
 import attrs
 
-from .engine import EngineFailedError, kill
+from .engine import EngineFailedError, kill, signals_wait
 from .server import HOST, tail
 
 _POLL_SECONDS = 0.5
@@ -73,7 +73,9 @@ class Client:
 @contextlib.contextmanager
 def client(directory: Path, environment: Mapping[str, str]) -> Iterator[Client]:
     """
-    A client, until the end of the context.
+    A client, until the end of the context; killed then.
+
+    A signal that ends this process must be an exception here: see `exit_on_signals`.
 
     Args:
         directory: Where its log is written.
@@ -82,23 +84,25 @@ def client(directory: Path, environment: Mapping[str, str]) -> Iterator[Client]:
     # The client goes by the environment's proxy.
     environment = {**environment, "NO_PROXY": HOST, "no_proxy": HOST}
     log = directory / "client.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "aclgraph_dispatch.bench.client"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            start_new_session=True,
-        )
+    process = None
     try:
+        with log.open("wb") as output, signals_wait():
+            process = subprocess.Popen(
+                [sys.executable, "-m", "aclgraph_dispatch.bench.client"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                start_new_session=True,
+            )
         yield Client(process, log)
     finally:
-        kill(process)
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        if process is not None:
+            kill(process)
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
 
 def main() -> None:

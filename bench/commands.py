@@ -302,7 +302,8 @@ def _write_timeline(case: Case, name: str, path: Path) -> None:
     callback=_listed(),
     default="stock,full_and_piecewise",
     show_default=True,
-    help="stock (vLLM without us), or as in `compare`; the first is what the others are compared with.",
+    help="stock (vLLM without us, on a CPU eager), stock_compiled (as it comes on a CPU; texts are not compared), "
+    "or as in `compare`; the first is what the others are compared with.",
 )
 @click.option("--rounds", type=_POSITIVE, default=4, show_default=True, help="How often each serves the requests.")
 @click.option("--rate", type=float, default=1.0, show_default=True, help="How many times as fast requests arrive.")
@@ -331,18 +332,22 @@ def live(
     """
     Serve policies with real vLLM on this machine and compare them: paired runs, requests in real time.
 
-    ARGUMENTS, after `--`, are passed on to all servers. The last line is a JSON object with all figures. The exit
-    code is 1 if a policy generates other texts than the first.
+    ARGUMENTS, after `--`, are passed on to all servers; none that this command sets itself. The last line is a
+    JSON object with all figures. The exit code is 1 if a policy generates other texts than the first, or if none
+    of them could be compared.
     """
     if find_spec("vllm") is None:
         raise ConfigError("live runs need vLLM, which is not installed; in a checkout, `make demo` installs it")
     from .checkpoints import MODELS
     from .live import run_live
     from .live_case import LiveCase
-    from .live_table import live_table, wrong_texts
+    from .live_table import live_table, nothing_compared, wrong_texts
 
     _check_outputs(json_path)
-    case = LiveCase(is_scaled=fields["model"] in MODELS if is_scaled is None else is_scaled, **fields)
+    try:
+        case = LiveCase(is_scaled=fields["model"] in MODELS if is_scaled is None else is_scaled, **fields)
+    except ValueError as exc:
+        raise ConfigError(str(exc)) from None
     with _Progress(len(policies) * case.rounds) as done:
         document = run_live(case, policies, keep=keep, on_done=lambda _name: done(1), command=_command())
     click.echo(live_table(document))
@@ -350,7 +355,7 @@ def live(
     if json_path is not None:
         with whole_file(json_path) as file:
             json.dump(document, file, allow_nan=False)
-    if wrong_texts(document):
+    if wrong_texts(document) or nothing_compared(document):
         raise SystemExit(1)
 
 

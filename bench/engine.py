@@ -14,8 +14,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ WORKER_CLS = "aclgraph_dispatch.integrations.cpu.DispatchWorker"
 KV_CACHE_BYTES = 1 << 28
 """Room enough for the tiny models; by default vLLM takes most of the machine's memory."""
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _RUN_SPEC = "from aclgraph_dispatch.bench.engine import run_spec; run_spec(*sys.argv[1:])"
 
 
@@ -181,6 +183,55 @@ def environment(*, emulate: bool, log_level: str = "WARNING") -> dict[str, str]:
     return defaults | os.environ | common
 
 
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """
+    Let this process leave its contexts also when it is told to end, or its terminal is closed.
+
+    To be entered before the first process or temporary file. A signal that somebody handles, or that is ignored as
+    under `nohup`, is left alone; and so are all outside the main thread, which cannot handle them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]
+
+    def leave(number: int, _frame: object) -> None:
+        for each in ours:
+            signal.signal(each, signal.SIG_IGN)  # a second one would cut short what the first one ends
+        sys.exit(128 + number)
+
+    for number in ours:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def signals_wait() -> Iterator[None]:
+    """
+    Let signals wait for the end of the context: a process that is started in it is known when they arrive.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = {number: signal.getsignal(number) for number in (*_ENDING, signal.SIGINT)}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, lambda number, _frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for each in arrived:
+            signal.raise_signal(each)
+
+
 def kill(process: "subprocess.Popen[bytes]") -> None:
     """
     Kill a process with all that it started: it must be the first of a session of its own.
@@ -209,7 +260,7 @@ def _run_processes(
     # One process: the engine core's counters are then at hand, and a failure is not hidden in a child.
     common = environment(emulate=emulate) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     program = f"{prelude}\nimport sys\n{_RUN_SPEC}"
-    with tempfile.TemporaryDirectory() as directory:
+    with exit_on_signals(), tempfile.TemporaryDirectory() as directory:
         paths = [Path(directory, str(index)) for index in range(len(specs))]
         processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -217,7 +268,7 @@ def _run_processes(
                 requests = [attrs.asdict(r) for r in spec["requests"]]
                 path.with_suffix(".spec").write_text(json.dumps(spec | {"requests": requests}))
                 arguments = [str(path.with_suffix(".spec")), str(path.with_suffix(".result"))]
-                with path.with_suffix(".output").open("wb") as output:
+                with path.with_suffix(".output").open("wb") as output, signals_wait():
                     process = subprocess.Popen(
                         [sys.executable, "-c", program, *arguments],
                         env=common | own,
@@ -225,7 +276,7 @@ def _run_processes(
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
                     )
-                processes.append(process)
+                    processes.append(process)
             failure = _wait(processes, timeout_seconds)
         finally:
             for process in processes:

@@ -13,6 +13,8 @@ _COLUMNS = (
     ("tokens/s", "output_throughput"),
 )
 """Title and metric."""
+_LATE_TOKENS = 10
+"""A request that is sent later than so many tokens take changes what is batched with what."""
 
 
 def live_table(document: Mapping[str, Any]) -> str:
@@ -30,6 +32,9 @@ def live_table(document: Mapping[str, Any]) -> str:
         f"prompts of {trace['mean_prompt_tokens']:.0f} and outputs of {trace['mean_output_tokens']:.0f} tokens in "
         "the mean, " + ("scaled down from the trace's" if document["lengths"] else "as in the trace"),
         "",
+        "servers",
+        *(f"{contender['name']:<{width}}{contender['description']}" for contender in contenders),
+        "",
         f"{'medians':<{width}}" + "".join(f"{title:>10}" for title, _ in _COLUMNS),
     ]
     lines += [
@@ -46,24 +51,38 @@ def live_table(document: Mapping[str, Any]) -> str:
     lateness = max(run["lateness_ms"] for contender in contenders for run in contender["runs"])
     lines += [
         "",
-        f"texts      {_texts(document, reference)}",
+        f"texts      {_texts(document)}",
         f"arrivals   no request was sent more than {lateness:.1f} ms late",
     ]
-    if lateness > contenders[0]["metrics"]["mean_ttft_ms"]:
+    limit_ms = min(
+        min(metrics["mean_ttft_ms"], _LATE_TOKENS * metrics["mean_tpot_ms"])
+        for metrics in (contender["metrics"] for contender in contenders)
+    )
+    if lateness > limit_ms:
         lines.append(
-            "           which is more than a TTFT: the machine is too busy for these figures to be trusted"
+            f"           which is more than {limit_ms:.1f} ms, the least mean TTFT or {_LATE_TOKENS} mean TPOTs:\n"
+            "           the machine is too busy for these figures to be trusted"
         )
     return "\n".join(lines)
 
 
-def _texts(document: Mapping[str, Any], reference: str) -> str:
-    wrong, num_unstable = wrong_texts(document), len(document["unstable"])
+def _texts(document: Mapping[str, Any]) -> str:
+    reference, wrong, num_unstable = document["text_reference"], wrong_texts(document), len(document["unstable"])
+    compared = [c["name"] for c in document["contenders"] if c["differing"] is not None]
     if wrong:
         own = f"; it differs in {num_unstable} itself" if num_unstable else ""
         return f"DIFFERENT from {reference}: {', '.join(wrong)}{own}"
+    if nothing_compared(document):
+        return f"NOTHING COMPARED: {reference} itself differs from round to round in every request"
+    if not compared[1:]:
+        own = f"; {reference} differs in {num_unstable} from round to round" if num_unstable else ""
+        return f"not compared: no two contenders whose texts ought to be the same{own}"
+    left_out = len(document["contenders"]) - len(compared)
+    among = f" among {', '.join(compared)}" if left_out else ""
     if num_unstable:
-        return f"all identical where {reference} itself is; it differs in {num_unstable}"
-    return "all identical"
+        num_compared = document["trace"]["num_requests"] - num_unstable
+        return f"identical{among} in the {num_compared} where {reference} itself is; it differs in {num_unstable}"
+    return f"all identical{among}"
 
 
 def _ratio_cell(ratio: Mapping[str, float] | None) -> str:
@@ -75,4 +94,12 @@ def wrong_texts(document: Mapping[str, Any]) -> list[str]:
     The contenders that gave other texts than the reference, where that always gives the same.
     """
     unstable = set(document["unstable"])
-    return [c["name"] for c in document["contenders"] if set(c["differing"]) - unstable]
+    return [c["name"] for c in document["contenders"] if set(c["differing"] or ()) - unstable]
+
+
+def nothing_compared(document: Mapping[str, Any]) -> bool:
+    """
+    Whether texts ought to be compared and none could be: the reference never gave the same one twice.
+    """
+    num_compared = sum(c["differing"] is not None for c in document["contenders"])
+    return num_compared > 1 and len(document["unstable"]) == document["trace"]["num_requests"]

@@ -5,11 +5,9 @@ vLLM's servers, several at a time: started together, up together, and all killed
 import contextlib
 import http.client
 import json
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ import attrs
 
 from aclgraph_dispatch.errors import ConfigError
 
-from .engine import EngineFailedError, kill
+from .engine import EngineFailedError, kill, signals_wait
 
 HOST = "127.0.0.1"
 START_SECONDS = 900
@@ -123,7 +121,9 @@ def serving(
     options: Sequence[ServerOptions], directory: Path, *, port: int | None = None
 ) -> Iterator[list[Server]]:
     """
-    Servers that are up, until the end of the context; killed then with all that they started, also by a signal.
+    Servers that are up, until the end of the context; killed then with all that they started.
+
+    A signal that ends this process must be an exception here: see `exit_on_signals`.
 
     Args:
         options: Of each.
@@ -136,15 +136,15 @@ def serving(
     """
     ports = _ports(port, len(options))
     servers: list[Server] = []
-    with _exit_on_sigterm():
-        try:
-            for each, own_port in zip(options, ports, strict=True):
+    try:
+        for each, own_port in zip(options, ports, strict=True):
+            with signals_wait():
                 servers.append(_start(each, directory, own_port))
-            _wait_until_up(servers)
-            yield servers
-        finally:
-            for server in servers:
-                kill(server.process)
+        _wait_until_up(servers)
+        yield servers
+    finally:
+        for server in servers:
+            kill(server.process)
 
 
 def tail(log: Path) -> str:
@@ -201,18 +201,3 @@ def _ports(first: int | None, count: int) -> list[int]:
                 )
                 raise ConfigError(msg) from None
         return [each.getsockname()[1] for each in sockets]
-
-
-@contextlib.contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """
-    Let this process leave its contexts when it is told to end, as it does when it is interrupted.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,16 +1,28 @@
 """Engines in processes of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from aclgraph_dispatch.bench import engine
-from aclgraph_dispatch.bench.engine import WORKER_CLS, EngineFailedError, EngineRequest, EngineRun, run_engine
+from aclgraph_dispatch.bench.engine import (
+    WORKER_CLS,
+    EngineFailedError,
+    EngineRequest,
+    EngineRun,
+    exit_on_signals,
+    run_engine,
+    signals_wait,
+)
 from aclgraph_dispatch.errors import DispatchError
 
 RUN = EngineRun({"a": [1, 2]}, {"a": " x y"}, 2, 0.5, 3.0, {"policy": "eager"}, {"vllm:prompt_tokens": 4.0})
@@ -103,6 +115,109 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run_engine({}, [], emulate=False, prelude="raise SystemExit(1)")
 
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals(number: int, tmp_path: Path) -> None:
+    """
+    Told to end, even twice, a process kills its engine, removes its files and lets its callers do the same.
+    """
+    (tmp_path / "temporary").mkdir()
+    prelude = f"""
+import os, pathlib, time
+pathlib.Path({str(tmp_path / "engine")!r}).write_text(f"{{os.getpid()}}.")
+time.sleep(600)
+"""
+    code = f"""
+import pathlib, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have switched off
+from aclgraph_dispatch.bench.engine import run_engine
+from aclgraph_dispatch.bench.files import whole_file
+with whole_file({str(tmp_path / "out.json")!r}) as file:
+    run_engine({{}}, [], emulate=False, prelude={prelude!r})
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
+    named = tmp_path / "engine"
+    deadline = time.monotonic() + 60
+    while not (named.exists() and named.read_text().endswith(".")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    engine_process = psutil.Process(int(named.read_text()[:-1]))
+    assert engine_process.is_running()
+    process.send_signal(number)
+    if number != signal.SIGINT:
+        process.send_signal(number)
+
+    assert (-number if number == signal.SIGINT else 128 + number) == process.wait(20)
+    assert [named, tmp_path / "temporary"] == sorted(tmp_path.iterdir())
+    assert [] == list((tmp_path / "temporary").iterdir())
+    _, alive = psutil.wait_procs([engine_process], timeout=10)
+    assert all(each.status() == psutil.STATUS_ZOMBIE for each in alive)
+
+
+def test_handlers_are_put_back() -> None:
+    """
+    In the context both signals are an exit, the second time nothing; afterwards they mean what they meant before.
+    """
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    codes = []
+    with exit_on_signals():
+        try:
+            with exit_on_signals():  # which changes nothing
+                signal.raise_signal(signal.SIGHUP)
+        except SystemExit as exc:
+            codes.append(exc.code)
+        ignored = [signal.getsignal(number) for number in numbers]
+        for number in numbers:
+            signal.raise_signal(number)
+
+    assert [129] == codes
+    assert [signal.SIG_DFL] * 2 == before == [signal.getsignal(number) for number in numbers]
+    assert [signal.SIG_IGN] * 2 == ignored
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda _number, _frame: None])
+def test_handlers_of_others(handler: Any) -> None:
+    """
+    A signal that is ignored, as under nohup, or that somebody handles, is left alone.
+    """
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with exit_on_signals(), signals_wait():
+            signal.raise_signal(signal.SIGHUP)
+        after = signal.getsignal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+    assert handler == after
+
+
+def test_signals_wait() -> None:
+    """
+    A signal that arrives while a process is started ends this one once the process is known.
+    """
+    known = []
+
+    def start() -> None:
+        with exit_on_signals(), signals_wait():
+            signal.raise_signal(signal.SIGTERM)
+            known.append("a process")
+
+    with pytest.raises(SystemExit):
+        start()
+
+    assert ["a process"] == known
+
+
+def test_other_threads() -> None:
+    """
+    Outside the main thread, which alone can handle signals, engines run as well.
+    """
+    with ThreadPoolExecutor(1) as executor:
+        assert RUN.tokens == executor.submit(run_engine, {}, [], emulate=False, prelude=ECHO).result().tokens
 
 
 def test_import_is_light() -> None:

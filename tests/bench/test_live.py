@@ -2,14 +2,20 @@
 
 import argparse
 import contextlib
+import itertools
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -42,6 +48,7 @@ class World:
     changes: dict[str, dict[str, Any]] = attrs.field(factory=dict)
     is_reset: bool = True
     num_reports: dict[str, int] = attrs.field(factory=dict)
+    reports: dict[str, dict[str, Any]] = attrs.field(factory=dict)
 
 
 @attrs.define
@@ -60,15 +67,28 @@ class FakeServer:
         """
         if path == "/version":
             return {"version": "0.32.0"}
+        if path == "/v1/completions":
+            self.world.events.append(("make ready", self.name, body))
+            return {}
         if path == "/reset_prefix_cache":
             self.world.events.append(("reset", self.name))
             return {"success": self.world.is_reset}
         assert ("/collective_rpc", {"method": "dispatch_report"}) == (path, body)
+        if self.name in self.world.reports:
+            return {"results": [self.world.reports[self.name]]}
         count = self.world.num_reports[self.name] = self.world.num_reports.get(self.name, 0) + 1
         routes = [{**ROUTE, "steps": 10 * count, "tokens": 100 * count, "paddings": count}]
         routes += [{"mode": "NONE", "reason": "OVER_MAX", "steps": 1, "tokens": 1, "paddings": 0}]
-        if count > 1:
-            routes.append({"mode": "PIECEWISE", "reason": "MIXED", "steps": 2, "tokens": 9, "paddings": 3})
+        if more := count - 1:
+            routes.append(
+                {
+                    "mode": "PIECEWISE",
+                    "reason": "MIXED",
+                    "steps": 2 * more,
+                    "tokens": 9 * more,
+                    "paddings": 3 * more,
+                }
+            )
         return {"results": [{"policy": self.name, "routes": routes, "decisions": [1, 2]}, {"policy": "rank 1"}]}
 
     def check(self) -> None:
@@ -162,7 +182,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 def test_order(world: World) -> None:
     """
-    Each server is warmed up; then come the rounds, every other one backwards; each run finds an empty cache.
+    Each server is warmed up; then come the rounds, every other one backwards, each run with an empty cache and
+    after one request that is not measured.
     """
     done: list[str] = []
     document = run_live(CASE, ["stock", "eager"], on_done=done.append)
@@ -171,10 +192,37 @@ def test_order(world: World) -> None:
     assert ["stock", "eager", *["stock", "eager", "eager", "stock", "stock", "eager"]] == runs
     assert runs[2:] == done
     assert [("stock", "eager"), ("eager", "stock"), ("stock", "eager")] == document["orders"]
-    assert [("reset", name) for name in runs] == [event for event in world.events[1::2] if event[0] == "reset"]
-    assert ["run"] * 8 == [event[0] for event in world.events[2:18:2]]
+    assert [
+        *[("run", "stock"), ("run", "eager")],
+        *((what, name) for name in runs[2:] for what in ("reset", "make ready", "run")),
+    ] == [event[:2] for event in world.events[1:-2]]
     assert [("servers end",), "client ends"] == [world.events[-2], world.events[-1][0]]
     assert ["stock", "eager"] == [options.name for options in world.options]
+
+
+def test_request_before_a_run(world: World) -> None:
+    """
+    The request that is not measured is as long as the first one, has a prefill and a decode, and hits no cache.
+    """
+    run_live(CASE, ["stock"])
+    (body, *others) = [event[2] for event in world.events if event[0] == "make ready"]
+    first = next(event[2] for event in world.events if event[0] == "run")[0]
+
+    assert [body] * 2 == others
+    assert ([1] * first["input_length"], 2, True) == (body["prompt"], body["max_tokens"], body["ignore_eos"])
+    assert str(world.directory) == body["model"]
+
+
+def test_request_before_a_run_fits(world: World) -> None:
+    """
+    A first request whose prompt leaves room for one token only is not followed by a decode.
+    """
+    trace = world.directory / "trace.csv"
+    trace.write_text("arrival_ms,prompt_tokens,output_tokens\n0,511,9\n")
+    run_live(LiveCase(trace=str(trace), model="m", rounds=1), ["stock"])
+    (body,) = [event[2] for event in world.events if event[0] == "make ready"]
+
+    assert (511, 1) == (len(body["prompt"]), body["max_tokens"])
 
 
 def test_all_get_the_same_requests(world: World) -> None:
@@ -208,12 +256,13 @@ def test_figures_belong_to_their_runs(world: World) -> None:
     assert document == json.loads(json.dumps(document)) | {
         "orders": document["orders"],
         "settings": document["settings"],
+        "contenders": document["contenders"],
     }
 
 
 def test_routes_are_those_of_the_rounds(world: World) -> None:
     """
-    What the worker did before the rounds is taken away; stock has no report, and other ranks are not counted.
+    What the worker did between the runs is taken away; stock has no report, and other ranks are not counted.
     """
     stock, eager = run_live(CASE, ["stock", "eager"])["contenders"]
 
@@ -221,11 +270,51 @@ def test_routes_are_those_of_the_rounds(world: World) -> None:
     assert {
         "policy": "eager",
         "routes": [
-            {**ROUTE, "steps": 10, "tokens": 100, "paddings": 1},
-            {"mode": "PIECEWISE", "reason": "MIXED", "steps": 2, "tokens": 9, "paddings": 3},
+            {**ROUTE, "steps": 30, "tokens": 300, "paddings": 3},
+            {"mode": "PIECEWISE", "reason": "MIXED", "steps": 6, "tokens": 27, "paddings": 9},
         ],
     } == eager["report"]
-    assert {"eager": 2} == world.num_reports
+    # At first, and before and after each of three runs; the first run is between the second and the third.
+    assert {"eager": 7} == world.num_reports
+
+
+@pytest.mark.parametrize(
+    ("name", "report", "message"),
+    [
+        ("piecewise", {"policy": "eager"}, "'piecewise' must run policy piecewise, and reports eager"),
+        ("piecewise", {}, "'piecewise' must run policy piecewise, and reports None"),
+        (
+            "powers_of_two",
+            {"policy": "full_and_piecewise", "full_sizes": [1, 3]},
+            r"'powers_of_two' must run full_sizes \[1, 2, 4, 8, 16\], and reports \[1, 3\]",
+        ),
+    ],
+)
+def test_another_policy(name: str, report: dict[str, Any], message: str, world: World) -> None:
+    """
+    A server whose worker reports another policy or other sizes than it was told, or nothing, is not measured.
+    """
+    world.reports[name] = report
+    with pytest.raises(EngineFailedError, match=message):
+        run_live(CASE, ["stock", name])
+
+    assert ["stock"] == [event[1] for event in world.events if event[0] == "run"]
+
+
+def test_compiled_stock(world: World) -> None:
+    """
+    Texts of vLLM's compiled program are not compared, nor are others with them; its figures are.
+    """
+    world.changes["stock_compiled"] = {"generated_texts": ["other"] * 12}
+    document = run_live(CASE, ["stock_compiled", "stock", "eager"])
+    compiled, stock, eager = document["contenders"]
+
+    assert "stock" == document["text_reference"]
+    assert (None, [], []) == (compiled["differing"], stock["differing"], eager["differing"])
+    assert {"median": 1, "lowest": 1, "highest": 1} == compiled["ratios"]["mean_ttft_ms"]
+    assert ((), ("--enforce-eager",)) == (compiled["arguments"], stock["arguments"])
+    assert "compiled" in compiled["description"]
+    assert run_live(CASE, ["stock_compiled"])["text_reference"] is None
 
 
 def test_texts_are_compared(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +373,7 @@ def test_wrong_contenders(names: list[str], world: World) -> None:
     """
     There are contenders, each can be served, and none comes twice; before anything starts.
     """
-    with pytest.raises(ConfigError, match="'policies' must be among stock, eager, "):
+    with pytest.raises(ConfigError, match="'policies' must be among stock, stock_compiled, eager, "):
         run_live(CASE, names)
 
     assert [] == world.events
@@ -362,6 +451,88 @@ def test_command_tells_wrong_texts(world: World) -> None:
 
     assert 1 == done.exit_code
     assert "texts      DIFFERENT from stock: full_and_piecewise" in done.stdout.splitlines()
+
+
+def test_command_tells_when_nothing_was_compared(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    Where the first contender never gives the same text twice the check is void, which is exit code 1.
+    """
+    numbers = itertools.count()
+
+    def read_run(_path: Path, requests: Sequence[object]) -> PairedRun:
+        return PairedRun(dict.fromkeys(METRICS, 1.0), tuple(f"{next(numbers)}" for _ in requests), 0.0)
+
+    monkeypatch.setattr(live, "read_run", read_run)
+    monkeypatch.setattr(
+        FakeClient,
+        "run",
+        lambda _self, arguments, _check: Path(
+            arguments[arguments.index("--result-dir") + 1], arguments[arguments.index("--result-filename") + 1]
+        ).touch(),
+    )
+    done = CliRunner().invoke(bench, ARGUMENTS)
+
+    assert 1 == done.exit_code
+    assert "texts      NOTHING COMPARED: stock itself differs from round to round in every request" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--slo-ttft-ms", "nan"], "'slo_ttft_ms' must be a finite number, 0 or more: nan"),
+        (["--slo-tpot-ms", "inf"], "'slo_tpot_ms' must be a finite number, 0 or more: inf"),
+        (["--rate", "nan"], "rate must be finite and > 0: nan"),
+        (["--rate", "inf"], "rate must be finite and > 0: inf"),
+        (["--rate", "0"], "rate must be finite and > 0: 0"),
+        (["--", "--enforce-eager"], "'arguments' of all servers must be options that .*: --enforce-eager; "),
+        (["--json", "no/such/folder/x.json"], "no/such/folder/x.json"),
+    ],
+)
+def test_command_refuses(arguments: list[str], message: str, world: World) -> None:
+    """
+    Numbers that are none, arguments that replace a contender, and a file that cannot be: before anything starts.
+    """
+    done = CliRunner().invoke(bench, [*ARGUMENTS, *arguments])
+
+    assert isinstance(done.exception, ConfigError)
+    assert re.search(message, str(done.exception))
+    assert [] == world.events
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_before_there_are_servers(number: int, tmp_path: Path) -> None:
+    """
+    Told to end in the first seconds, while the client is still imported, it leaves no process and no folder.
+    """
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    platforms = (
+        f"import os, pathlib, time\npathlib.Path({str(tmp_path / 'client')!r}).write_text(f'{{os.getpid()}}.')\n"
+    )
+    (tmp_path / "vllm" / "platforms.py").write_text(platforms + "time.sleep(600)\n")
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 4}')
+    (tmp_path / "temporary").mkdir()
+    code = (
+        "import sys\nfrom aclgraph_dispatch.bench.live import run_live\n"
+        "from aclgraph_dispatch.bench.live_case import LiveCase\n"
+        "run_live(LiveCase(trace='azure-conv', model=sys.argv[1], limit=3, is_scaled=True), ['stock'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path / "temporary")}
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment)
+    client = tmp_path / "client"
+    deadline = time.monotonic() + 60
+    while not (client.exists() and client.read_text().endswith(".")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child = psutil.Process(int(client.read_text()[:-1]))
+    assert child.is_running()
+    process.send_signal(number)
+
+    assert 128 + number == process.wait(20)
+    assert [] == list((tmp_path / "temporary").iterdir())
+    _, alive = psutil.wait_procs([child], timeout=10)
+    assert all(each.status() == psutil.STATUS_ZOMBIE for each in alive)
 
 
 def test_failed_command_writes_nothing(world: World) -> None:

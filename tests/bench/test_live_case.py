@@ -1,6 +1,7 @@
 """What is run live: the servers' arguments, as data."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,16 @@ import pytest
 from aclgraph_dispatch.bench.contenders import CONTENDERS
 from aclgraph_dispatch.bench.engine import WORKER_CLS
 from aclgraph_dispatch.bench.ladders import Limits
-from aclgraph_dispatch.bench.live_case import SERVABLE, LiveCase, checkpoint, is_emulated, server_options
+from aclgraph_dispatch.bench.live_case import (
+    SERVABLE,
+    SET_BY_US,
+    STOCKS,
+    LiveCase,
+    checkpoint,
+    description,
+    is_emulated,
+    server_options,
+)
 from aclgraph_dispatch.config import KEY, DispatchConfig
 from aclgraph_dispatch.errors import ConfigError
 from aclgraph_dispatch.policy import POLICIES
@@ -37,14 +47,16 @@ def test_servable() -> None:
     """
     vLLM without us, every policy, and the ladders; not what only a simulation can do.
     """
-    assert {"stock", *POLICIES, "legacy", "exponential", "powers_of_two", "to_budget"} == set(SERVABLE)
-    assert "stock" == SERVABLE[0]
+    assert {"stock", "stock_compiled", *POLICIES, "legacy", "exponential", "powers_of_two", "to_budget"} == set(
+        SERVABLE
+    )
+    assert STOCKS == SERVABLE[:2]
 
 
 @pytest.mark.parametrize("name", SERVABLE)
 def test_all_get_the_same(name: str, model: Path) -> None:
     """
-    Model, limits and the user's own arguments, which come last and win, are the same for all.
+    Model, limits and the user's own arguments, which come last, are the same for all.
     """
     arguments = server_options(CASE, name, model, "cpu").arguments
     limits = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "512")
@@ -58,6 +70,7 @@ def test_all_get_the_same(name: str, model: Path) -> None:
     [
         ("stock", "cpu", True, "0", None),
         ("stock", "cuda", False, "0", None),
+        ("stock_compiled", "cpu", False, "0", None),
         ("eager", "cpu", False, "1", WORKER_CLS),
         ("full_and_piecewise", "cpu", False, "1", WORKER_CLS),
     ],
@@ -66,7 +79,7 @@ def test_platforms(
     name: str, device_type: str, *, is_eager: bool, emulated: str, worker: str | None, model: Path
 ) -> None:
     """
-    The NPU is emulated where there is only a CPU, and only for us; stock is eager where it has no graphs.
+    The NPU is emulated where there is only a CPU, and only for us; stock is eager where our kernels are.
     """
     options = server_options(CASE, name, model, device_type)
     arguments = options.arguments
@@ -93,7 +106,7 @@ def test_no_worker_for_the_device(model: Path) -> None:
     assert "0" == options.environment["ACLGRAPH_DISPATCH_EMULATE"]
 
 
-@pytest.mark.parametrize("name", SERVABLE[1:])
+@pytest.mark.parametrize("name", SERVABLE[2:])
 def test_configurations_are_ours(name: str, model: Path) -> None:
     """
     What a server is told is a configuration of ours that plans the contender's graphs.
@@ -109,6 +122,87 @@ def test_configurations_are_ours(name: str, model: Path) -> None:
         assert (None, None) == (told.full_sizes, told.piecewise_sizes)
     else:
         assert (plan.full_sizes, plan.piecewise_sizes) == (told.full_sizes, told.piecewise_sizes)
+
+
+def test_compiled_stock_is_for_cpus(model: Path) -> None:
+    """
+    Elsewhere stock is vLLM as it comes, and a second one would be the same.
+    """
+    with pytest.raises(ConfigError, match="'stock_compiled' is for CPUs; on 'cuda' 'stock' is vLLM as it comes"):
+        server_options(CASE, "stock_compiled", model, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "device_type", "words"),
+    [
+        ("stock", "cpu", "eager, as our kernels on a CPU are; its compiled default, stock_compiled, is another"),
+        ("stock", "cuda", "vLLM as it comes"),
+        ("stock_compiled", "cpu", "compiled; its texts are its own and not compared"),
+        ("eager", "cpu", "our worker, policy eager"),
+        ("piecewise", "cpu", "our worker, policy piecewise, vLLM's sizes"),
+        ("legacy", "cpu", "our worker, policy full_and_piecewise, sizes of the ladder legacy"),
+    ],
+)
+def test_descriptions(name: str, device_type: str, words: str) -> None:
+    """
+    Each contender is described as its server is told to be.
+    """
+    assert words in description(name, device_type)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *((option, "1") for option in SET_BY_US),
+        ("--additional-config.aclgraph_dispatch.policy=eager",),
+        ("--additional_config", "{}"),
+        ("--addit={}",),
+        ("-cc.cudagraph_mode=NONE",),
+        ("-c", "{}"),
+        ("-O3",),
+        ("-O.mode", "3"),
+        ("--compilation-config={}",),
+        ("--dtype", "float32", "--enforce_eager"),
+        ("another/model",),
+    ],
+)
+def test_arguments_that_replace_a_contender(arguments: tuple[str, ...]) -> None:
+    """
+    What the comparison sets itself is refused, in each way that vLLM reads an option.
+    """
+    with pytest.raises(
+        ValueError, match="'arguments' of all servers must be options that the comparison does not"
+    ):
+        LiveCase(trace="t", model="m", arguments=arguments)
+
+
+def test_arguments_that_are_the_users() -> None:
+    """
+    Everything else is let through, also what begins alike, and values.
+    """
+    arguments = (
+        "--dtype",
+        "float32",
+        "--model-impl",
+        "vllm",
+        "--swap-space=-1",
+        "-tp",
+        "2",
+        "--port-range",
+        "model",
+    )
+
+    assert arguments == LiveCase(trace="t", model="m", arguments=arguments).arguments
+
+
+@pytest.mark.parametrize("name", ["slo_ttft_ms", "slo_tpot_ms"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_objectives_are_finite(name: str, value: float) -> None:
+    """
+    An objective that is no number is refused.
+    """
+    with pytest.raises(ValueError, match=f"'{name}' must be a finite number, 0 or more"):
+        LiveCase(trace="t", model="m", **{name: value})  # type: ignore[arg-type]
 
 
 def test_checkpoints(model: Path) -> None:

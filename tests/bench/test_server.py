@@ -186,18 +186,19 @@ def test_ports(fake: Callable[..., ServerOptions], tmp_path: Path) -> None:
         assert [port - 1, port] == [server.port for server in servers]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals(number: int, code: int, fake: Callable[..., ServerOptions], tmp_path: Path) -> None:
     """
-    Interrupted or told to end, a process leaves no server behind.
+    Interrupted, told to end, or without its terminal, a process leaves no server behind.
     """
     fake("a")  # writes the module
     code_ = (
         "import os, pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell may have switched off
+        "from aclgraph_dispatch.bench.engine import exit_on_signals\n"
         "from aclgraph_dispatch.bench.server import ServerOptions, serving\n"
         "options = ServerOptions('a', (), os.environ, module='fake_server')\n"
-        "with serving([options], pathlib.Path(sys.argv[1])):\n"
+        "with exit_on_signals(), serving([options], pathlib.Path(sys.argv[1])):\n"
         "    print('up', flush=True)\n"
         "    time.sleep(600)\n"
     )
@@ -217,14 +218,3 @@ def test_signals(number: int, code: int, fake: Callable[..., ServerOptions], tmp
     assert code == process.wait(20)
     assert before
     assert are_gone([child])
-
-
-def test_signal_handler_is_put_back(fake: Callable[..., ServerOptions], tmp_path: Path) -> None:
-    """
-    After the context a signal means again what it meant before.
-    """
-    before = signal.getsignal(signal.SIGTERM)
-    with serving([fake("a")], tmp_path):
-        assert before != signal.getsignal(signal.SIGTERM)
-
-    assert before == signal.getsignal(signal.SIGTERM)
