@@ -11,7 +11,8 @@ is still noisy again; a point is a median.
 import platform
 import random
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -20,14 +21,14 @@ from typing import Any
 import attrs
 
 from aclgraph_dispatch import CapturePlan, RuntimeMode
-from aclgraph_dispatch.calibration import BatchShape, Calibration, MeasuredStep
+from aclgraph_dispatch.calibration import MODEL_FIELDS, BatchShape, Calibration, MeasuredStep
 from aclgraph_dispatch.config import KEY
 from aclgraph_dispatch.cost_model import StepLoad
 from aclgraph_dispatch.errors import ConfigError
 from aclgraph_dispatch.model_shape import ModelShape
 
 from .checkpoints import MODELS, cached_checkpoint
-from .engine import run_engine
+from .engine import KV_CACHE_BYTES, run_engine
 from .fitting import fit
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32)
@@ -36,6 +37,8 @@ TOKEN_SIZES = (*DECODE_SIZES, 64, 128, 256, 512)
 MAX_MODEL_LEN = 1024
 NUM_SWEEPS = 6
 """How often the whole grid is gone through; what is noisy then, half as often again."""
+MOST_BLOCK_TOKENS = 128
+"""Of a block of the KV cache, on any backend: it is sized for those."""
 MAX_SPREAD = 0.1
 """What is more is noisy: see `MeasuredStep.spread`."""
 
@@ -100,11 +103,17 @@ def calibrate(
     directory = cached_checkpoint(model) if model in MODELS else Path(model)
     shape = ModelShape.from_config(directory, name=model if model in MODELS else directory.resolve().name)
     full_sizes = [size for size in sizes if size in DECODE_SIZES]
+    shapes = [
+        batch
+        for batches in grid(CapturePlan(full_sizes=full_sizes, piecewise_sizes=tuple(sizes)), MAX_MODEL_LEN)
+        for batch in batches
+    ]
+    kv_bytes_per_token = ModelShape.from_config(directory, kv_bytes=4.0).kv_bytes_per_token
     engine: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,
-        # One more, for a prefill beside as many decodes as there can be.
-        "max_num_seqs": full_sizes[-1] + 1,
+        "max_num_seqs": max(batch.num_decodes + (batch.chunk_tokens > 0) for batch in shapes),
+        "kv_cache_memory_bytes": max(KV_CACHE_BYTES, int(cached_tokens(shapes) * kv_bytes_per_token)),
         # vLLM's CPU platform wants whole prompts of MLA.
         "max_num_batched_tokens": MAX_MODEL_LEN,
         "enable_prefix_caching": False,
@@ -124,8 +133,7 @@ def calibrate(
         points,
         captured={"FULL": report["full_sizes"], "PIECEWISE": report["piecewise_sizes"]},
         model=shape.name,
-        num_experts=shape.num_experts,
-        experts_per_token=shape.experts_per_token,
+        **{name: getattr(shape, name) for name in MODEL_FIELDS},
         versions={name: version(name) for name in ("aclgraph-dispatch", "torch", "numpy", "scipy")}
         | {"vllm": measured.pop("vllm"), "python": platform.python_version()},
         engine=engine | {"num_rounds": num_rounds, "num_sweeps": num_sweeps, "seed": seed},
@@ -147,19 +155,38 @@ def install(num_rounds: int, num_sweeps: int, seed: int) -> None:
 
     def timed(runner: Any) -> dict[str, Any]:
         timer = StepTimer(runner, seed=seed)
-        points = measure(timer, num_rounds, num_sweeps, seed)
+        points, left_out = measure(timer, num_rounds, num_sweeps, seed)
+        num_shapes = sum(map(len, grid(timer.plan, timer.max_model_len)))
         facts = {"backend": timer.backend, "device": timer.device, "host_is_device": timer.host_is_device}
+        facts |= {"num_shapes": num_shapes, "left_out": left_out}
         measured = {**facts, "vllm": vllm.__version__, "points": [attrs.asdict(point) for point in points]}
         return {**report(runner), "calibration": measured}
 
     mixin.dispatch_report = timed
 
 
-def measure(timer: Any, num_rounds: int, num_sweeps: int, seed: int) -> list[MeasuredStep]:
+def cached_tokens(shapes: Iterable[BatchShape]) -> int:
     """
-    Time the grid of a runner (`StepTimer`).
+    Tokens of the KV cache that the largest of *shapes* takes, in blocks of as many tokens as one may have.
     """
-    fitted, checked = ([s for s in shapes if timer.holds(s)] for shapes in grid(timer.plan, timer.max_model_len))
+    return MOST_BLOCK_TOKENS * max(
+        # The first block is for padding.
+        1
+        + shape.num_decodes * -(-(shape.context_tokens + 1) // MOST_BLOCK_TOKENS)
+        + (shape.chunk_tokens > 0) * -(-(shape.tokens_before + shape.chunk_tokens + 1) // MOST_BLOCK_TOKENS)
+        for shape in shapes
+    )
+
+
+def measure(
+    timer: Any, num_rounds: int, num_sweeps: int, seed: int
+) -> tuple[list[MeasuredStep], Mapping[str, int]]:
+    """
+    Time the grid of a runner (`StepTimer`), and count by why the shapes that it cannot hold.
+    """
+    grids = grid(timer.plan, timer.max_model_len)
+    left_out = Counter(why for shapes in grids for shape in shapes if (why := timer.refusal(shape)))
+    fitted, checked = ([shape for shape in shapes if not timer.refusal(shape)] for shapes in grids)
     rng = random.Random(seed)
     samples: dict[tuple[BatchShape, RuntimeMode], list[Any]] = {}
     shapes = fitted + checked
@@ -191,7 +218,7 @@ def measure(timer: Any, num_rounds: int, num_sweeps: int, seed: int) -> list[Mea
                 **medians,
             )
         )
-    return points
+    return points, dict(left_out)
 
 
 def _spread(samples: Sequence[Any]) -> float:

@@ -222,6 +222,8 @@ def _find_cost(case: Case, model: ModelShape) -> CostModel | Calibration:
             "'num_spec_tokens' must be 0 and 'ranks' 1 with a calibration, which has measured neither: "
             f"{case.num_spec_tokens}, {case.ranks}"
         )
+    if case.tensor_parallel is not None or case.weight_bytes is not None:
+        raise ConfigError("'tensor_parallel' and 'weight_bytes' are those of the calibration; leave them out")
     calibration.check_model(model)
     return calibration
 

@@ -11,7 +11,6 @@ the same sum, for a simulation should rather say how many of its steps are extra
 
 import json
 from collections.abc import Iterable, Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,21 @@ import attrs
 from .cost import StepCost
 from .cost_model import StepLoad, StepTime, step_cost
 from .errors import ConfigError
-from .model_shape import activated_share
-from .pass_fit import PassFit, correction, host_terms, load_terms, token_terms, weighted
+from .model_shape import ModelShape, activated_share
+from .pass_fit import MOST, PassFit, correction, host_terms, load_terms, token_terms, weighted, wrong
 from .step_plan import RuntimeMode
 
-FORMAT = 1
-"""Of the file; to be raised when an older one would be misread."""
+FORMAT = 2
+"""Of the file; to be raised when an older one would be misread or says too little."""
+
+MODEL_FIELDS = ("num_layers", "num_parameters", "kv_bytes_per_token", "num_experts", "experts_per_token")
+"""By which a model is known again, as `ModelShape` has them."""
+
+LEAST_SECONDS = 1e-9
+"""Of a pass with one token."""
+
+_NUM_HOST_TERMS = len(host_terms(StepLoad()))
+_ERROR_KEYS = {"points", "mean", "p95", "max"}
 
 
 @attrs.frozen
@@ -92,13 +100,18 @@ class Calibration:
     Args:
         format: `FORMAT`.
         model: Name of the model.
+        num_layers: Of the model, as `ModelShape` counts it, and so are the following up to `experts_per_token`.
+        num_parameters: Of the whole model.
+        kv_bytes_per_token: With two bytes a number, whatever the engine had: to know the model by.
+        num_experts: Routed experts of a layer.
+        experts_per_token: How many of them a token meets.
         backend: What ran it.
         device: The device, as it calls itself.
         versions: Of the software, by name.
         engine: What the engine was told.
         host_is_device: Whether the host computes: its time and the device's are then the same.
-        num_experts: Routed experts of a layer.
-        experts_per_token: How many of them a token meets.
+        num_shapes: Batches that were to be timed.
+        left_out: How many of them the engine could not hold, by why.
         prepare: Coefficients of `host_terms`.
         sample: Coefficients of `host_terms`.
         passes: The passes by the mode's name.
@@ -111,13 +124,18 @@ class Calibration:
 
     format: int
     model: str
+    num_layers: int
+    num_parameters: int
+    kv_bytes_per_token: float
+    num_experts: int
+    experts_per_token: int
     backend: str
     device: str
     versions: Mapping[str, str]
     engine: Mapping[str, Any]
     host_is_device: bool
-    num_experts: int
-    experts_per_token: int
+    num_shapes: int
+    left_out: Mapping[str, int]
     prepare: tuple[float, ...]
     sample: tuple[float, ...]
     passes: Mapping[str, PassFit]
@@ -137,20 +155,43 @@ class Calibration:
             errors.append(
                 f"'passes' must hold NONE, and no mode but {', '.join(RuntimeMode.__members__)}: {unknown}"
             )
-        if not 0 <= self.experts_per_token <= self.num_experts:
-            errors.append(f"'experts_per_token' must be <= {self.num_experts}: {self.experts_per_token}")
-        num_host_terms = len(host_terms(StepLoad()))
+        for name in MODEL_FIELDS:
+            least = name not in ("num_experts", "experts_per_token")
+            most = max(0, self.num_experts) if name == "experts_per_token" else MOST
+            if not least <= getattr(self, name) <= most:
+                errors.append(f"'{name}' must be from {least:d} to {most:.15g}: {getattr(self, name)}")
         for mode, of_mode in self.passes.items():
-            num_pass_host_terms = 0 if self.host_is_device else num_host_terms
-            num_token_terms = len(token_terms(1, of_mode.knots, 0.0))
-            errors += _wrong(f"{mode}.token_coefficients", of_mode.token_coefficients, num_token_terms)
-            errors += _wrong(f"{mode}.load_coefficients", of_mode.load_coefficients, len(load_terms(StepLoad())))
-            errors += _wrong(f"{mode}.host_coefficients", of_mode.host_coefficients, num_pass_host_terms)
-            errors += _wrong(f"{mode}.corrections", of_mode.corrections.values(), len(of_mode.corrections))
-            errors += _wrong(f"{mode}.most", of_mode.most, 1 + len(attrs.fields(StepLoad)))
-        errors += _wrong("prepare", self.prepare, num_host_terms) + _wrong("sample", self.sample, num_host_terms)
+            errors += of_mode.errors(mode, has_host=not self.host_is_device)
+        errors += wrong("prepare", self.prepare, _NUM_HOST_TERMS) + wrong("sample", self.sample, _NUM_HOST_TERMS)
+        errors += wrong("left_out", [self.num_shapes, *self.left_out.values()], 1 + len(self.left_out))
+        errors += self._wrong_results()
+        if not errors:
+            errors = self._without_time()
         if errors:
             raise ConfigError(f"{'; '.join(errors)} @ calibration of {self.model}")
+
+    def _wrong_results(self) -> list[str]:
+        errors = []
+        for name, of_name in self.errors.items():
+            if set(of_name) != _ERROR_KEYS:
+                errors.append(f"'errors.{name}' must have {', '.join(sorted(_ERROR_KEYS))}: {sorted(of_name)}")
+            errors += wrong(f"errors.{name}", of_name.values(), len(of_name))
+        for index, point in enumerate(self.points):
+            if point.mode not in self.passes:
+                errors.append(f"'points.{index}.mode' must be one of {', '.join(self.passes)}: {point.mode!r}")
+            numbers = [x for x in attrs.astuple(point, recurse=False) if type(x) in (int, float)]
+            numbers += attrs.astuple(point.load)
+            errors += wrong(f"points.{index}", numbers, len(numbers))
+        return errors
+
+    def _without_time(self) -> list[str]:
+        load = StepLoad.decodes(1, 1)
+        seconds = {mode: self.times(RuntimeMode[mode], 1, load).device_seconds for mode in self.passes}
+        return [
+            f"'{mode}.token_coefficients' must give a pass of one token at least {LEAST_SECONDS:g} s: {of_mode}"
+            for mode, of_mode in seconds.items()
+            if of_mode < LEAST_SECONDS
+        ]
 
     def times(self, mode: RuntimeMode, num_tokens: int, load: StepLoad) -> StepTime:
         """
@@ -184,16 +225,59 @@ class Calibration:
         seconds = weighted(of_mode.token_coefficients, token_terms(num_tokens, of_mode.knots, share))
         return seconds, correction(of_mode.corrections, num_tokens), of_mode
 
+    def least_device_seconds(self, num_tokens: int, load: StepLoad) -> float:
+        """
+        The shortest pass with so much work in any measured mode that was measured with work of its kind.
+
+        Where host and device are one, an eager pass contains its launches, and a graph is faster. Padding up to a
+        captured size is allowed too, for that may be the faster one.
+
+        Args:
+            num_tokens: Tokens without padding.
+            load: What they are.
+        """
+        return min(
+            self.times(RuntimeMode[mode], size, load).device_seconds
+            for mode, of_mode in self.passes.items()
+            if mode == RuntimeMode.NONE.name or of_mode.knows(load)
+            for size in (num_tokens, *(size for size in of_mode.corrections if size > num_tokens))
+        )
+
     def covers(self, mode: RuntimeMode, num_tokens: int, load: StepLoad) -> bool:
         """
         Whether a step lies within what was measured: each of its numbers, not each combination of them.
+
+        Decodes have one token each: beyond padding, which is less than to twice the next captured size, there must
+        be no more tokens. A little speculation that looks like padding is not told from it.
         """
         of_mode = self.passes.get(mode.name)
-        if of_mode is None or num_tokens < of_mode.least:
+        if of_mode is None or num_tokens < of_mode.least or not of_mode.knows(load):
             return False
-        if load.num_decodes and load.num_prefill_tokens and not of_mode.has_mixed:
-            return False
+        decodes = load.num_decodes
+        if decodes and not load.num_prefill_tokens:
+            size = min((size for size in of_mode.corrections if size >= decodes), default=decodes)
+            if num_tokens >= 2 * size:
+                return False
         return all(x <= most for x, most in zip((num_tokens, *attrs.astuple(load)), of_mode.most, strict=True))
+
+    def check_model(self, model: ModelShape) -> None:
+        """
+        Check that *model* is the one that was measured, as far as its size tells.
+
+        Raises:
+            ConfigError: It is another one, or on several ranks.
+        """
+        asked = {name: getattr(model, name) for name in MODEL_FIELDS}
+        other = [name for name in MODEL_FIELDS if asked[name] != getattr(self, name)]
+        if other:
+            theirs, ours = (
+                ", ".join(f"{name} {numbers(name):.15g}" for name in other)
+                for numbers in (asked.__getitem__, lambda name: getattr(self, name))
+            )
+            raise ConfigError(
+                f"'device' must be a calibration of the model that is compared, {model.name} ({theirs}): "
+                f"it is of {self.model} ({ours}); calibrate with that model"
+            )
 
     def step_cost(
         self,
@@ -222,21 +306,14 @@ class Calibration:
             ConfigError: The file cannot be read, or is something else.
         """
         # Imported here: importing the package should cost little.
-        import cattrs
+        from .strict_json import read_object, short, structured
 
-        converter = cattrs.Converter(forbid_extra_keys=True)
+        rule = f"{path} must be a file written by calibrate"
         try:
-            calibration: Calibration = converter.structure(json.loads(Path(path).read_text(encoding="utf-8")), cls)
-        except (OSError, ValueError) as exc:
-            raise ConfigError(f"{path} must be a file written by calibrate: {exc}") from None
-        except Exception as exc:
-            details = "; ".join(cattrs.transform_error(exc))
-            raise ConfigError(f"{path} must be a file written by calibrate: {details}") from None
+            content = read_object(path)
+            if type(content.get("format")) is not int or content["format"] != FORMAT:
+                raise ConfigError(f"'format' must be {FORMAT}: {short(content.get('format'))}; calibrate again")
+            calibration = structured(content, cls)
+        except ConfigError as exc:
+            raise ConfigError(f"{rule}: {exc}") from None
         return calibration
-
-
-def _wrong(name: str, numbers: Iterable[float], count: int) -> list[str]:
-    found = list(numbers)
-    if len(found) == count and all(isfinite(x) and x >= 0 for x in found):
-        return []
-    return [f"'{name}' must be {count} finite numbers >= 0: {found}"]

@@ -1,12 +1,17 @@
 """How long the passes of one mode take: a sum of terms, fitted to what was measured."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from operator import mul
 
 import attrs
 
 from .cost_model import StepLoad
+
+MOST = 1e15
+"""Of any number of a fit: none that is measured comes near it, and no sum of products of such overflows."""
+_LEAST_FACTOR, _MOST_FACTOR = 1e-3, 1e3
 
 
 def token_terms(num_tokens: int, knots: Sequence[int], share: float) -> list[float]:
@@ -59,6 +64,58 @@ class PassFit:
     least: int
     most: tuple[float, ...]
     has_mixed: bool
+
+    def errors(self, name: str, *, has_host: bool) -> list[str]:
+        """
+        What is wrong with its numbers: name, rule and what was found.
+
+        Args:
+            name: What it is called.
+            has_host: Whether host and device are two.
+        """
+        found = []
+        if not all(type(x) is int and 0 < x <= MOST for x in self.knots) or any(
+            low >= high for low, high in pairwise(self.knots)
+        ):
+            found.append(f"'{name}.knots' must be ascending whole numbers > 0: {list(self.knots)}")
+        for field, count in (
+            ("token_coefficients", len(token_terms(1, self.knots, 0.0))),
+            ("load_coefficients", len(load_terms(StepLoad()))),
+            ("host_coefficients", len(host_terms(StepLoad())) if has_host else 0),
+            ("most", 1 + len(attrs.fields(StepLoad))),
+        ):
+            found += wrong(f"{name}.{field}", getattr(self, field), count)
+        if not all(size > 0 for size in self.corrections) or not all(
+            _LEAST_FACTOR <= factor <= _MOST_FACTOR for factor in self.corrections.values()
+        ):
+            found.append(
+                f"'{name}.corrections' must be factors of {_LEAST_FACTOR:g} to {_MOST_FACTOR:g} by sizes > 0: "
+                f"{dict(self.corrections)}"
+            )
+        if not (0 < self.least <= MOST):
+            found.append(f"'{name}.least' must be > 0 and <= {MOST:g}: {self.least}")
+        return found
+
+    def knows(self, load: StepLoad) -> bool:
+        """
+        Whether work of this kind was measured: decodes, prefills, or decodes beside a prefill.
+        """
+        if load.num_decodes and load.num_prefill_tokens:
+            return self.has_mixed
+        _, most_decodes, _, most_prefill_tokens, *_ = self.most
+        return (not load.num_decodes or most_decodes > 0) and (
+            not load.num_prefill_tokens or most_prefill_tokens > 0
+        )
+
+
+def wrong(name: str, numbers: Iterable[float], count: int) -> list[str]:
+    """
+    What is said of *numbers* that are not *count* numbers from 0 to `MOST`; nothing if they are.
+    """
+    found = list(numbers)
+    if len(found) == count and all(0 <= x <= MOST for x in found):
+        return []
+    return [f"'{name}' must be {count} numbers from 0 to {MOST:g}: {found}"]
 
 
 def weighted(coefficients: Sequence[float], values: Sequence[float]) -> float:

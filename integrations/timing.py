@@ -119,21 +119,32 @@ class StepTimer:
         name = str(current_platform.get_device_name())
         return f"{name} ({platform.machine()}, {os.cpu_count()} processors)" if self.host_is_device else name
 
-    def holds(self, shape: BatchShape) -> bool:
+    def refusal(self, shape: BatchShape) -> str:
         """
-        Whether the runner and its KV cache have room for such a batch.
+        Why the runner or its KV cache has no room for such a batch; empty if it has.
         """
         scheduler, prompt = self._runner.scheduler_config, shape.tokens_before + shape.chunk_tokens
         num_blocks = sum(
             shape.num_decodes * -(-shape.context_tokens // size) + -(-prompt // size) for size in self._block_sizes
         )
-        return (
-            shape.num_decodes + (shape.chunk_tokens > 0) <= scheduler.max_num_seqs
-            and shape.num_decodes + shape.chunk_tokens <= scheduler.max_num_batched_tokens
-            and max(shape.context_tokens, prompt) < self._runner.max_model_len
-            and num_blocks < self._runner.kv_cache_config.num_blocks
-            and (shape.tokens_before == 0 or scheduler.enable_chunked_prefill)
-        )
+        limits = {
+            f"more than max_num_seqs = {scheduler.max_num_seqs} requests": (
+                shape.num_decodes + (shape.chunk_tokens > 0) > scheduler.max_num_seqs
+            ),
+            f"more than max_num_batched_tokens = {scheduler.max_num_batched_tokens} tokens": (
+                shape.num_decodes + shape.chunk_tokens > scheduler.max_num_batched_tokens
+            ),
+            f"not shorter than max_model_len = {self._runner.max_model_len} tokens": (
+                max(shape.context_tokens, prompt) >= self._runner.max_model_len
+            ),
+            f"not fewer than the KV cache's {self._runner.kv_cache_config.num_blocks} blocks": (
+                num_blocks >= self._runner.kv_cache_config.num_blocks
+            ),
+            "prompts are not computed in chunks here": (
+                shape.tokens_before > 0 and not scheduler.enable_chunked_prefill
+            ),
+        }
+        return next((why for why, is_broken in limits.items() if is_broken), "")
 
     @torch.inference_mode()
     def samples(self, shape: BatchShape, modes: Sequence[RuntimeMode], num_rounds: int) -> list[StepSample]:

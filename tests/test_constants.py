@@ -39,6 +39,28 @@ def test_every_constant(constant):
     assert constant.mark in MARKS
 
 
+@pytest.mark.parametrize("constant", EVERY.values(), ids=[".".join(path) for path in EVERY])
+def test_nothing_is_no_measurement(constant):
+    """
+    What does not exist has no time, and nobody measured that.
+    """
+    assert constant.value or constant.mark != "measured"
+
+
+def test_choices_are_guesses():
+    """
+    Where a source has a range, or says something else, the number is our choice: a guess.
+    """
+    chosen = {
+        ("ascend-910b", "bytes_per_second"),
+        ("ascend-910b", "full_attention_factor"),
+        ("h200", "graph_launch_seconds"),
+        ("h200", "layers.moe.launch_seconds"),
+    }
+
+    assert {"guessed"} == {EVERY["devices", *path].mark for path in chosen}
+
+
 def test_nothing_unmarked():
     """
     No number of the catalogue stands outside of a constant, but for the configurations of models.

@@ -202,6 +202,16 @@ def test_engine_and_sampling():
     assert QWEN.times(FULL, 8, StepLoad()).sample_seconds == 0
 
 
+def test_head_is_paid_per_request():
+    """
+    Where it computes longer than it is read, the output head takes twice as long for twice as many requests.
+    """
+    nothing, some, more = (QWEN.times(NONE, 8192, StepLoad(num_sampled=n)).device_seconds for n in (0, 4096, 8192))
+
+    assert some - nothing == pytest.approx(4096 * QWEN.model.head_flops / ASCEND.flops_per_second)
+    assert more - nothing == pytest.approx(2 * (some - nothing))
+
+
 def test_mixed_attention():
     """
     Decodes attend longer beside a prefill than alone, by the device's factor (va#11948).

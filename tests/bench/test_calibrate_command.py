@@ -13,15 +13,20 @@ from aclgraph_dispatch.errors import ConfigError, DispatchError
 from aclgraph_dispatch.pass_fit import PassFit
 
 FOUND = Calibration(
-    format=1,
+    format=2,
     model="gqa",
+    num_layers=4,
+    num_parameters=2_000_000,
+    kv_bytes_per_token=2048.0,
+    num_experts=0,
+    experts_per_token=0,
     backend="CpuPlatform (cpu)",
     device="cpu",
     versions={},
     engine={},
     host_is_device=True,
-    num_experts=0,
-    experts_per_token=0,
+    num_shapes=9,
+    left_out={"more than max_num_seqs = 4 requests": 2},
     prepare=(0.0,) * 4,
     sample=(0.0,) * 4,
     passes={
@@ -72,12 +77,22 @@ def test_output(asked):
     assert result.exit_code == 0
     assert [("mla", {"num_rounds": 3, "seed": 7})] == asked
     assert "gqa on cpu, CpuPlatform (cpu): 0 points, host and device are one" in result.output
+    assert "2 of 9 shapes did not fit: more than max_num_seqs = 4 requests" in result.output
     assert "pass                            12    3.1%    7.1%   10.0%" in result.output
     assert json.loads(result.output.splitlines()[-1]) == {
         "model": "gqa",
         "device": "cpu",
         "errors": FOUND.errors,
+        "num_shapes": 9,
+        "left_out": FOUND.left_out,
     }
+
+
+def test_where_it_runs():
+    """
+    The help says what runs the steps, and in which numbers.
+    """
+    assert "on this CPU, as the emulated NPU in float32" in " ".join(run("--help").output.split())
 
 
 def test_file(asked, tmp_path):
@@ -139,7 +154,7 @@ def test_missing_package(monkeypatch, asked, package):
     assert [] == asked
 
 
-@pytest.mark.parametrize("arguments", [("--rounds", "1"), ("--out", "."), ("--colour", "red")])
+@pytest.mark.parametrize("arguments", [("--rounds", "1"), ("--seed", "-1"), ("--out", "."), ("--colour", "red")])
 def test_usage(asked, arguments):
     """
     Wrong options end with exit code 2.

@@ -7,13 +7,17 @@ import pytest
 from aclgraph_dispatch import CapturePlan, RuntimeMode
 from aclgraph_dispatch.bench.calibration import (
     MAX_SPREAD,
+    MOST_BLOCK_TOKENS,
+    cached_tokens,
     calibrate,
     grid,
     measure,
 )
+from aclgraph_dispatch.bench.checkpoints import cached_checkpoint
 from aclgraph_dispatch.calibration import BatchShape, Calibration
 from aclgraph_dispatch.cost_model import StepLoad
 from aclgraph_dispatch.errors import ConfigError
+from aclgraph_dispatch.model_shape import ModelShape
 
 NONE, PIECEWISE, FULL = RuntimeMode
 
@@ -43,8 +47,8 @@ class Timer:
         self.seconds = seconds
         self.asked = []
 
-    def holds(self, shape):
-        return shape.tokens_before == 0
+    def refusal(self, shape):
+        return "no chunks" if shape.tokens_before else ""
 
     def samples(self, shape, modes, num_rounds):
         self.asked.append(shape)
@@ -93,9 +97,10 @@ def test_measure():
     """
     All that the runner holds is timed in every sweep, in another order; a point is the median of its steps.
     """
-    timer = Timer(lambda _, index: [1e-3, 1.02e-3, 1.01e-3][index])
-    points = measure(timer, 3, 4, 0)
-    held = [shape for shapes in grid(PLAN, 320) for shape in shapes if timer.holds(shape)]
+    timer = Timer(lambda _, index: [1e-3, 1.09e-3, 1.01e-3][index])
+    points, left_out = measure(timer, 3, 4, 0)
+    shapes = [shape for shapes in grid(PLAN, 320) for shape in shapes]
+    held = [shape for shape in shapes if not timer.refusal(shape)]
     sweeps = [timer.asked[i : i + len(held)] for i in range(0, len(timer.asked), len(held))]
 
     assert 4 == len(sweeps)
@@ -105,9 +110,23 @@ def test_measure():
     assert {3 * 4} == {point.num_steps for point in points}
     # Three modes of decodes, two with a prefill.
     assert sum(2 if shape.chunk_tokens else 3 for shape in held) == len(points)
-    assert {shape.load for shape in grid(PLAN, 320)[1] if timer.holds(shape)} == {
+    assert {shape.load for shape in grid(PLAN, 320)[1] if not timer.refusal(shape)} == {
         point.load for point in points if point.is_held_out
     }
+    assert {"no chunks": len(shapes) - len(held)} == left_out
+    assert len(shapes) > len(held)
+
+
+def test_cached_tokens():
+    """
+    The KV cache has room for the largest batch; its sequences fill whole blocks, one token longer than they are.
+    """
+    size = MOST_BLOCK_TOKENS
+    shapes = [BatchShape(3, size - 1), BatchShape(2, size), BatchShape(0, chunk_tokens=size, tokens_before=size)]
+
+    assert 4 * size == cached_tokens(shapes[:1])
+    assert 5 * size == cached_tokens(shapes[:2])
+    assert 4 * size == cached_tokens(shapes[2:])
 
 
 def test_noise():
@@ -116,7 +135,7 @@ def test_noise():
     """
     noisy = BatchShape(4, 20)
     timer = Timer(lambda shape, index: 1e-3 * (1 + index * (shape == noisy)))
-    points = measure(timer, 3, 4, 0)
+    points, _ = measure(timer, 3, 4, 0)
 
     assert [noisy] * 2 == timer.asked[-2:]
     assert [noisy.load] * 3 == [point.load for point in points if point.spread > MAX_SPREAD]
@@ -161,6 +180,10 @@ def test_engine(tmp_path):
     full = [point for point in found.points if point.mode == "FULL"]
 
     assert found == read
+    assert {} == found.left_out
+    assert sum(map(len, grid(CapturePlan([1, 4, 8, 16], [1, 4, 8, 16, 64]), 1024))) == found.num_shapes
+    found.check_model(ModelShape.from_config(cached_checkpoint("gqa")))
+    assert (32, 32) in {(p.load.num_decodes, p.load.num_prefill_tokens) for p in found.points}
     assert {"NONE", "PIECEWISE", "FULL"} == set(found.passes)
     assert {1, 4, 8, 16} == {point.num_tokens for point in full}
     assert {4, 8, 16, 64} <= {point.num_tokens for point in found.points if point.mode == "PIECEWISE"}

@@ -199,6 +199,8 @@ def test_calibration_as_a_device(tmp_path):
 
     with pytest.raises(ConfigError, match="'num_spec_tokens' must be 0 and 'ranks' 1 with a calibration"):
         compare(attrs.evolve(case, num_spec_tokens=1), ["eager"])
+    with pytest.raises(ConfigError, match="'tensor_parallel' and 'weight_bytes' are those of the calibration"):
+        compare(attrs.evolve(case, weight_bytes=1.0), ["eager"])
     with pytest.raises(ConfigError, match="'num_blocks' must be given with a calibration"):
         compare(attrs.evolve(case, num_blocks=None), ["eager"])
     with pytest.raises(ConfigError, match="'device' must be a calibration of the model that is compared"):

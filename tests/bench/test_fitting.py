@@ -18,6 +18,11 @@ SIZES = (*TOKEN_SIZES, 1024, 2048)
 PLAN = CapturePlan(full_sizes=[s for s in SIZES if s <= 256], piecewise_sizes=SIZES)
 FACTS = {
     "model": "made up",
+    "num_layers": 1,
+    "num_parameters": 1,
+    "kv_bytes_per_token": 1.0,
+    "num_shapes": 0,
+    "left_out": {},
     "backend": "CostModel",
     "device": "none",
     "versions": {},
@@ -145,6 +150,44 @@ def test_agreed(factors, factor):
     Loads of one size agree as far as the one nearest to the fit; in contradiction they say nothing.
     """
     assert factor == agreed(factors)
+
+
+def step(num_tokens, seconds, *, is_held_out=False):
+    """
+    An eager prefill that was measured.
+    """
+    return MeasuredStep(
+        mode="NONE",
+        num_tokens=num_tokens,
+        load=StepLoad(),
+        num_steps=1,
+        prepare_seconds=1e-3,
+        host_seconds=seconds,
+        device_seconds=seconds,
+        sample_seconds=1e-3,
+        spread=0.0,
+        is_held_out=is_held_out,
+    )
+
+
+def test_relative_errors_are_least():
+    """
+    Of measurements that contradict each other, errors count by what was measured: 1 and 3 s give 1.2, not 2.
+    """
+    calibration = fitted(ModelShape.named("qwen2.5-7b"), [step(1, 1.0), step(1, 3.0)])
+
+    # (x - 1)^2 + (x / 3 - 1)^2 is least where x = (1 + 1 / 3) / (1 + 1 / 9).
+    assert calibration.times(NONE, 1, StepLoad()).device_seconds == pytest.approx(1.2)
+
+
+def test_errors():
+    """
+    Of relative errors of 0, 1, ... 20 % on held-out steps the mean is 10, the 95th percentile 19, the largest 20.
+    """
+    held_out = [step(1, 1 / (1 + percent / 100), is_held_out=True) for percent in range(21)]
+    errors = fitted(ModelShape.named("qwen2.5-7b"), [step(1, 1.0), *held_out]).errors["pass"]
+
+    assert {"points": 21, "mean": 0.1, "p95": 0.19, "max": 0.2} == pytest.approx(errors)
 
 
 def test_range():
