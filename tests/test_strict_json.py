@@ -89,3 +89,24 @@ def test_short():
     """
     assert "'a'" == short("a")
     assert 60 == len(short("a" * 1000))
+
+
+@attrs.frozen
+class Choosy:
+    """
+    A thing with a rule of its own.
+    """
+
+    count: int
+
+    def __attrs_post_init__(self) -> None:
+        if self.count > 3:
+            raise ConfigError(f"'count' must be <= 3: {self.count}")
+
+
+def test_rule_of_its_own():
+    """
+    A rule that the class itself has is told as it is.
+    """
+    with pytest.raises(ConfigError, match=r"^'count' must be <= 3: 4$"):
+        structured({"count": 4}, Choosy)
