@@ -41,8 +41,6 @@ def structured(content: Mapping[str, Any], cls: type[T]) -> T:
     """
     try:
         return _converter().structure(content, cls)
-    except ConfigError:
-        raise
     except Exception as exc:
         details = cattrs.transform_error(exc, format_exception=_described)
         raise ConfigError("; ".join(details)) from None
