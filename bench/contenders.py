@@ -12,10 +12,8 @@ import attrs
 
 from aclgraph_dispatch.capture_plan import CapturePlan
 from aclgraph_dispatch.config import DispatchConfig
-from aclgraph_dispatch.cost import StepCost
-from aclgraph_dispatch.cost_model import Cost, StepLoad
+from aclgraph_dispatch.cost_model import Cost, step_cost
 from aclgraph_dispatch.dispatcher import Dispatcher
-from aclgraph_dispatch.step_plan import RuntimeMode
 
 from .ladders import LADDERS, Limits
 
@@ -59,25 +57,14 @@ class Contender:
         A dispatcher that does so.
         """
         plan = self.plan(limits)
+        sizes = {1, limits.max_num_batched_tokens, *plan.full_sizes, *plan.piecewise_sizes}
         return Dispatcher(
             plan,
             policy=self.policy,
             query_len=limits.query_len,
             max_num_seqs=limits.max_num_seqs,
-            cost=_cost_of_tokens(cost, plan, limits) if self.by_cost else None,
+            cost=step_cost(cost, sizes) if self.by_cost else None,
         )
-
-
-def _cost_of_tokens(cost: Cost, plan: CapturePlan, limits: Limits) -> StepCost:
-    """
-    Seconds by mode and size of the tokens alone, without requests and contexts.
-
-    A dispatcher knows neither, and they take their time in every mode; a guess about them for the padded size
-    would have padding pay for contexts that nobody reads.
-    """
-    sizes = {1, limits.max_num_batched_tokens, *plan.full_sizes, *plan.piecewise_sizes}
-    load = StepLoad()
-    return StepCost({mode: {n: cost.times(mode, n, load).seconds for n in sizes} for mode in RuntimeMode})
 
 
 CONTENDERS: Mapping[str, Contender] = MappingProxyType(

@@ -10,14 +10,13 @@ the same sum, for a simulation should rather say how many of its steps are extra
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from .cost import StepCost
-from .cost_model import StepLoad, StepTime, step_cost
+from .cost_model import StepLoad, StepTime
 from .errors import ConfigError
 from .model_shape import ModelShape, activated_share
 from .pass_fit import MOST, PassFit, correction, host_terms, load_terms, token_terms, weighted, wrong
@@ -278,18 +277,6 @@ class Calibration:
                 f"'device' must be a calibration of the model that is compared, {model.name} ({theirs}): "
                 f"it is of {self.model} ({ours}); calibrate with that model"
             )
-
-    def step_cost(
-        self,
-        sizes: Iterable[int],
-        *,
-        context_tokens: float = 1024,
-        query_len: int = 1,
-    ) -> StepCost:
-        """
-        What a dispatcher needs to know of it (`cost_model.step_cost`).
-        """
-        return step_cost(self, sizes, context_tokens=context_tokens, query_len=query_len)
 
     def dumps(self) -> str:
         """

@@ -110,17 +110,6 @@ class Cost(Protocol):
         Predict a step of *num_tokens* after padding.
         """
 
-    def step_cost(
-        self,
-        sizes: Iterable[int],
-        *,
-        context_tokens: float = 1024,
-        query_len: int = 1,
-    ) -> StepCost:
-        """
-        What a dispatcher needs to know of it (`step_cost`).
-        """
-
 
 class CostModel:
     """
@@ -188,18 +177,6 @@ class CostModel:
         update = self._update if mode is _FULL else 0.0
         return StepTime(self._prepare, self.device.sync_seconds, self._host[mode], update, device, sample)
 
-    def step_cost(
-        self,
-        sizes: Iterable[int],
-        *,
-        context_tokens: float = 1024,
-        query_len: int = 1,
-    ) -> StepCost:
-        """
-        What a dispatcher needs to know of it (`step_cost`).
-        """
-        return step_cost(self, sizes, context_tokens=context_tokens, query_len=query_len)
-
     def capture_seconds(self, plan: CapturePlan) -> float:
         """
         Time to capture all graphs of *plan*.
@@ -218,15 +195,6 @@ class CostModel:
         num_sizes = len(plan.full_sizes) + len(plan.piecewise_sizes)
         return num_sizes * len(plan.lora_cases) * self.device.graph_bytes
 
-    def streams(self, plan: CapturePlan) -> int:
-        """
-        Streams that the graphs of *plan* hold: one for FULL; for PIECEWISE one a layer, and one.
-
-        Of one model without communication; with it, old stacks take a multiple (costs.md 2.5).
-        """
-        pieces = self.model.num_layers + 1
-        return (len(plan.full_sizes) + len(plan.piecewise_sizes) * pieces) * len(plan.lora_cases)
-
     def _linear_seconds(self, num_tokens: int) -> float:
         model, device, exponent = self.model, self.device, self.device.roofline_exponent
         read = model.dense_bytes + model.expert_bytes * model.activated_share(num_tokens)
@@ -242,21 +210,16 @@ class CostModel:
         return float(self._layers + linear + communication)
 
 
-def step_cost(
-    cost: Cost,
-    sizes: Iterable[int],
-    *,
-    context_tokens: float = 1024,
-    query_len: int = 1,
-) -> StepCost:
+def step_cost(cost: Cost, sizes: Iterable[int]) -> StepCost:
     """
-    What a dispatcher needs to know: seconds by mode and size, of decodes of a typical context.
+    What a dispatcher needs to know of a cost: seconds by mode and size, of the tokens alone.
+
+    A dispatcher knows neither the requests of a step nor their contexts, and they take their time in every mode; a
+    guess about them for the padded size would have padding pay for contexts that nobody reads.
 
     Args:
         cost: What predicts the steps.
         sizes: Tokens after padding, captured or not; in between a dispatcher interpolates.
-        context_tokens: Tokens of the KV cache that each decode reads.
-        query_len: Tokens of a decode.
 
     Raises:
         ConfigError: There is no size, or one is below 1.
@@ -264,10 +227,5 @@ def step_cost(
     ascending = sorted(set(sizes))
     if not ascending or ascending[0] < 1:
         raise ConfigError(f"'sizes' must hold one or more integers >= 1: {ascending}")
-    loads = {size: StepLoad.decodes(-(-size // query_len), context_tokens) for size in ascending}
-    return StepCost(
-        {
-            mode: {size: cost.times(mode, size, load).seconds for size, load in loads.items()}
-            for mode in RuntimeMode
-        }
-    )
+    load = StepLoad()
+    return StepCost({mode: {n: cost.times(mode, n, load).seconds for n in ascending} for mode in RuntimeMode})

@@ -7,7 +7,7 @@ import pytest
 
 from aclgraph_dispatch import RuntimeMode
 from aclgraph_dispatch.calibration import MODEL_FIELDS, BatchShape, Calibration, MeasuredStep
-from aclgraph_dispatch.cost_model import StepLoad
+from aclgraph_dispatch.cost_model import StepLoad, step_cost
 from aclgraph_dispatch.errors import ConfigError
 from aclgraph_dispatch.model_shape import ModelShape
 from aclgraph_dispatch.pass_fit import PassFit
@@ -215,9 +215,8 @@ def test_step_cost():
     A dispatcher can decide by it.
     """
     every = attrs.evolve(CALIBRATION, passes={mode.name: EAGER for mode in RuntimeMode})
-    step_cost = every.step_cost([4, 8], context_tokens=100)
 
-    assert step_cost.seconds(FULL, 4) == every.times(FULL, 4, StepLoad.decodes(4, 100)).seconds
+    assert step_cost(every, [4, 8]).seconds(FULL, 4) == every.times(FULL, 4, StepLoad()).seconds
 
 
 def test_shapes():

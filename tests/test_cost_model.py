@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from aclgraph_dispatch import CapturePlan, RuntimeMode
 from aclgraph_dispatch.constants import catalogue
-from aclgraph_dispatch.cost_model import CostModel, StepLoad, StepTime
+from aclgraph_dispatch.cost_model import CostModel, StepLoad, StepTime, step_cost
 from aclgraph_dispatch.device import Device
 from aclgraph_dispatch.errors import ConfigError
 from aclgraph_dispatch.model_shape import ModelShape
@@ -308,14 +308,14 @@ def test_communication():
 
 def test_step_cost():
     """
-    A dispatcher gets the seconds of decodes by mode and size.
+    A dispatcher gets the seconds of tokens alone, by mode and size.
     """
-    step_cost = QWEN.step_cost([8, 1, 8], context_tokens=100, query_len=2)
+    found = step_cost(QWEN, [8, 1, 8])
 
-    assert step_cost.seconds(FULL, 8) == QWEN.times(FULL, 8, StepLoad.decodes(4, 100)).seconds
-    assert step_cost.seconds(NONE, 1) == QWEN.times(NONE, 1, StepLoad.decodes(1, 100)).seconds
+    assert found.seconds(FULL, 8) == QWEN.times(FULL, 8, StepLoad()).seconds
+    assert found.seconds(NONE, 1) == QWEN.times(NONE, 1, StepLoad()).seconds
     assert {mode: [1, 8] for mode in RuntimeMode} == {
-        mode: [size for size, _ in points] for mode, points in step_cost.measured.items()
+        mode: [size for size, _ in points] for mode, points in found.measured.items()
     }
 
 
@@ -325,27 +325,26 @@ def test_step_cost_without_sizes(no_sizes):
     Sizes that no step has are named.
     """
     with pytest.raises(ConfigError) as excinfo:
-        QWEN.step_cost(no_sizes)
+        step_cost(QWEN, no_sizes)
 
     assert f"'sizes' must hold one or more integers >= 1: {no_sizes}" == str(excinfo.value)
 
 
 @pytest.mark.parametrize(
-    ("plan", "seconds", "streams", "num_sizes"),
+    ("plan", "seconds", "num_sizes"),
     [
-        (CapturePlan(), 0, 0, 0),
-        (CapturePlan(full_sizes=(1, 2, 4)), 3.0, 3, 3),
-        (CapturePlan(piecewise_sizes=(1, 2)), 5.0, 2 * 29, 2),
-        (CapturePlan(full_sizes=(8,), piecewise_sizes=(8, 16)), 6.0, 1 + 2 * 29, 3),
-        (CapturePlan(full_sizes=(8,), piecewise_sizes=(8,), lora_cases=(0, 1, 2)), 10.5, 3 * 30, 6),
+        (CapturePlan(), 0, 0),
+        (CapturePlan(full_sizes=(1, 2, 4)), 3.0, 3),
+        (CapturePlan(piecewise_sizes=(1, 2)), 5.0, 2),
+        (CapturePlan(full_sizes=(8,), piecewise_sizes=(8, 16)), 6.0, 3),
+        (CapturePlan(full_sizes=(8,), piecewise_sizes=(8,), lora_cases=(0, 1, 2)), 10.5, 6),
     ],
 )
-def test_capture(plan, seconds, streams, num_sizes):
+def test_capture(plan, seconds, num_sizes):
     """
-    Every size takes capture time and memory, and streams: one for FULL, one for each piece of PIECEWISE.
+    Every size takes capture time and memory.
     """
     assert seconds == QWEN.capture_seconds(plan)
-    assert streams == QWEN.streams(plan)
     assert num_sizes * 24 * 2**20 == QWEN.capture_bytes(plan)
 
 

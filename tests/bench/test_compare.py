@@ -263,6 +263,21 @@ def test_graphs_take_memory():
     assert found["settings"]["num_blocks"] > 50_000
 
 
+def test_graphs_and_streams():
+    """
+    A FULL size is a graph, a PIECEWISE one as many as there are pieces; each takes a stream, and with groups of
+    ranks those of their communication.
+    """
+    alone, grouped = (
+        compare(attrs.evolve(CASE, tensor_parallel=ways), ["full_and_piecewise"])["contenders"][0]
+        for ways in (1, 2)
+    )
+    graphs = len(alone["full_sizes"]) + 28 * len(alone["piecewise_sizes"])
+
+    assert graphs == alone["metrics"]["graphs"] == alone["metrics"]["streams"]
+    assert 3 * graphs == grouped["metrics"]["streams"]
+
+
 def test_limit_counts_inside_a_slice():
     """
     A limit takes the first requests of the slice, not of the trace; what is cut or left out is counted.
